@@ -1,0 +1,103 @@
+"""The engine's settings: one dataclass, filled from flags, a YAML file or Python, and checked in one place."""
+
+import difflib
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from headrace.errors import ConfigError
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+BACKENDS = ("auto", "reference", "cpu")
+
+
+@dataclass(kw_only=True)
+class EngineConfig:
+    """How to run a model. The names are vLLM's where the meaning is the same.
+
+    model: a Hugging Face directory, a GGUF file, or `org/name` on the Hugging Face hub.
+    revision: branch, tag or commit, for a model from the hub.
+    dtype: of activations and KV cache; "auto" is float32 on a CPU.
+    max_model_len: longest prompt plus output, in tokens; None takes the model's own limit.
+    max_num_seqs: most sequences in one step.
+    max_num_batched_tokens: most tokens in one step; longer prompts are run in chunks.
+    block_size: tokens per KV block.
+    kv_cache_memory: bytes for the KV cache; None sizes it from the memory that is free.
+    gpu_memory_utilization: share of the device's free memory (on a CPU: of the host's) that the KV cache may take when
+        `kv_cache_memory` is not given; it takes no more than `max_num_seqs` sequences of `max_model_len` can fill.
+    tensor_parallel_size, pipeline_parallel_size: ranks to split the model over; 1 is all there is so far.
+    seed: from which requests without a seed of their own draw theirs; None differs from run to run.
+    threads: CPU threads for the kernels; None takes the cores this process may use.
+    backend: which implementation of the ops; "auto" is the fastest that this machine has.
+    """
+
+    model: str
+    revision: str | None = None
+    dtype: str = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+    block_size: int = 32
+    kv_cache_memory: int | None = None
+    gpu_memory_utilization: float = 0.5
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    seed: int | None = None
+    threads: int | None = None
+    backend: str = "auto"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.model, str | os.PathLike) or not str(self.model):
+            raise ConfigError(f"model must be a path or a hub name, not {self.model!r}")
+        self.model = str(self.model)
+        self._choice("dtype", DTYPES)
+        self._choice("backend", BACKENDS)
+        if self.revision is not None and not isinstance(self.revision, str):
+            raise ConfigError(f"revision must be a string, not {self.revision!r}")
+        for name in ("max_model_len", "kv_cache_memory", "threads"):
+            self._integer(name, 1, optional=True)
+        for name in ("max_num_seqs", "max_num_batched_tokens", "block_size"):
+            self._integer(name, 1)
+        self._integer("seed", -(2**63), optional=True)
+        utilization = self.gpu_memory_utilization
+        if not isinstance(utilization, int | float) or isinstance(utilization, bool) or not 0 < utilization <= 1:
+            raise ConfigError(f"gpu_memory_utilization must be above 0 and at most 1, not {utilization!r}")
+        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+            self._integer(name, 1)
+            if getattr(self, name) != 1:
+                raise ConfigError(f"{name}={getattr(self, name)} is not supported yet: Headrace runs on one rank; use 1")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
+                f"({self.max_num_seqs}), so that every running sequence gets its token in every step"
+            )
+
+    @classmethod
+    def from_dict(cls, settings: Mapping[str, Any]) -> "EngineConfig":
+        """A config from keyword settings; an unknown key is an error that names the nearest known one."""
+        reject_unknown(settings, (f.name for f in fields(cls)), "setting")
+        if "model" not in settings:
+            raise ConfigError("no model given: name a Hugging Face directory, a GGUF file or a hub model")
+        return cls(**settings)
+
+    def _choice(self, name: str, choices: tuple[str, ...]) -> None:
+        if getattr(self, name) not in choices:
+            raise ConfigError(f"{name} must be one of {', '.join(choices)}, not {getattr(self, name)!r}")
+
+    def _integer(self, name: str, low: int, *, optional: bool = False) -> None:
+        value = getattr(self, name)
+        if value is None and optional:
+            return
+        if not isinstance(value, int) or isinstance(value, bool) or value < low:
+            raise ConfigError(f"{name} must be an integer of at least {low}, not {value!r}")
+
+
+def reject_unknown(given: Iterable[str], known: Iterable[str], what: str) -> None:
+    """Raises ConfigError for the first of `given` that is not among `known`, with the nearest one as a suggestion."""
+    known = sorted(known)
+    for key in given:
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known are: {', '.join(known)}"
+            raise ConfigError(f"unknown {what} {key!r}: {hint}")

@@ -1,0 +1,64 @@
+"""What goes into the engine and what comes out of it."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from headrace.sampling.params import SamplingParams, TokenLogprob
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(slots=True)
+class Request:
+    """A prompt as token ids, and how to continue it. `request_id` is unique among the unfinished ones."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+
+
+@dataclass(slots=True)
+class TokenDelta:
+    """What one step added to one sequence of a request.
+
+    index: which of the request's `n` sequences.
+    text: the new text. It never ends within a character and never holds part of a stop string, so it may be empty
+        though there are new tokens, and may hold the text of earlier ones.
+    token_ids: the new tokens (none where a request only ends, as on abort).
+    logprobs: one entry per new token, where asked for.
+    prompt_logprobs: on the first delta of a sequence, where asked for: one entry per prompt token, None for the first.
+    finish_reason: None while the sequence goes on; "stop" (end token, stop token or stop string), "length", "abort".
+    stop_reason: the stop string or the stop token id that ended it; None for the model's own end-of-sequence tokens.
+    """
+
+    request_id: str
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One finished continuation."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """A prompt and its `n` continuations, in order of their index."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    prompt_logprobs: list[TokenLogprob | None] | None = None

@@ -1,0 +1,1 @@
+"""From logits to a token: parameters, filters, counter-based random numbers, logprobs."""

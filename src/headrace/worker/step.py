@@ -1,0 +1,46 @@
+"""The messages between scheduler and worker: what one step runs, and what came of it."""
+
+from dataclasses import dataclass, field
+
+from headrace.sampling.params import SampledToken, SampleRequest, TokenLogprob
+
+
+@dataclass(slots=True)
+class SequenceStep:
+    """One sequence's share of a step: a piece of a prompt, or the one token sampled last.
+
+    seq_id: the sequence this belongs to.
+    token_ids: the tokens to run, at positions `start`, `start + 1`, ...
+    start: how many tokens of the sequence already have their keys and values in the cache.
+    block_table: the cache blocks of the sequence in order, enough for `start + len(token_ids)` tokens.
+    sample: how to draw the next token; None while more of the prompt is to come.
+    prompt_logprobs: how many alternatives to report for every token of the prompt; None for no report.
+    next_prompt_token: with `prompt_logprobs`, the prompt token that follows this piece; None after the last piece.
+    """
+
+    seq_id: int
+    token_ids: list[int]
+    start: int
+    block_table: list[int]
+    sample: SampleRequest | None = None
+    prompt_logprobs: int | None = None
+    next_prompt_token: int | None = None
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """One scheduling step: to the model it is one ragged batch of tokens, whether they come from prompts or not."""
+
+    sequences: list[SequenceStep] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(s.token_ids) for s in self.sequences)
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What a step brought, by sequence: the tokens drawn, and the logprobs of prompt tokens where asked for."""
+
+    sampled: dict[int, SampledToken] = field(default_factory=dict)
+    prompt_logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)
