@@ -1,0 +1,24 @@
+"""Fixtures and settings for all tests."""
+
+import os
+import random
+
+import numpy as np
+import pytest
+import torch
+
+CORES = len(os.sched_getaffinity(0))
+
+# Set before any test module is imported, and inherited by the processes that tests start.
+os.environ.setdefault("OMP_NUM_THREADS", str(CORES))  # an oversubscribed machine is slow and hides real timeouts
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # silences a warning about forks
+os.environ["HF_HUB_OFFLINE"] = "1"  # no test may depend on a hub
+torch.set_num_threads(min(torch.get_num_threads(), CORES))
+
+
+@pytest.fixture(autouse=True)
+def _same_random_numbers_every_time() -> None:
+    """Each test starts from the same seeds, so that it fails alone as it fails in the whole run."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
