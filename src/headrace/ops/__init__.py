@@ -1,0 +1,1 @@
+"""The network's ops, with exact semantics: `reference` (plain torch, the truth) and `cpu` (native)."""
