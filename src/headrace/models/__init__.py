@@ -1,0 +1,1 @@
+"""One decoder; a model family is data for it."""
