@@ -29,7 +29,7 @@ class DecoderLayer:
 class Decoder:
     """From token ids to logits.
 
-    ropes: the distinct rotary embeddings of the layers, each a pair of float32 `[R/2]` inverse frequencies and a factor.
+    ropes: the rotary embeddings that the layers choose from, each as float32 `[R/2]` inverse frequencies and a factor.
     """
 
     def __init__(

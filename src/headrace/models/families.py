@@ -2,7 +2,7 @@
 
 A family is a function from the config to a DecoderConfig, listed in FAMILIES under the architecture name that
 `config.json` gives. Defaults for absent keys are those of the family's config class in transformers, since files leave
-out what equals them. To add a family: write its function, list it, and add it to the tests' comparison with transformers.
+out what equals them. To add a family: write its function, list it, and let the tests compare it with transformers.
 """
 
 import math

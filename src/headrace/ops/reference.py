@@ -9,9 +9,11 @@ Symbols: T tokens of a step, B sequences of a step, H query heads, K key/value h
 Unless said otherwise activations are in the model's dtype, and every op computes in float32 inside.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -78,9 +80,12 @@ class Ops:
     def kv_cache(self, num_blocks: int, block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> KVCache:
         """Room for the keys and values of `num_blocks * block_size` tokens of one layer."""
         # Heads outermost, so that gathering blocks yields each head's keys as one matrix without another copy. The
-        # memory starts as zeros because attention multiplies padding by zero weights, and 0 x NaN is NaN.
+        # memory starts as zeros because attention multiplies padding by zero weights, and 0 x NaN is NaN; numpy's
+        # zeros, unlike torch's, take no real memory before they are written.
         shape = (kv_heads, num_blocks, block_size, head_dim)
-        return KVCache(block_size, torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype))
+        size = math.prod(shape) * dtype.itemsize
+        keys, values = (torch.from_numpy(np.zeros(size, np.uint8)).view(dtype).view(shape) for _ in range(2))
+        return KVCache(block_size, keys, values)
 
     # The network
 
@@ -186,7 +191,7 @@ class Ops:
         softcap: float | None,
         sinks: Tensor | None,
     ) -> Tensor:
-        """Attention of n queries in each of b sequences: query `[b, n, H, D]`, keys `[K, b, s, D]`, positions `[b, n]`."""
+        """n queries in each of b sequences. query: `[b, n, H, D]`; keys: `[K, b, s, D]`; positions: `[b, n]`."""
         b, n, heads, dim = query.shape
         kv_heads, _, s, _ = keys.shape
         grouped = (query.float() * scale).view(b, n, kv_heads, -1, dim).permute(2, 0, 3, 1, 4)  # [K, b, H/K, n, D]
