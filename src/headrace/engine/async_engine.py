@@ -4,7 +4,7 @@ import asyncio
 import logging
 import queue
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
 from headrace.config import EngineConfig
@@ -79,7 +79,7 @@ class AsyncEngine:
         """Raises RequestError for a request that this model cannot serve."""
         self._engine.check(request)
 
-    async def generate(self, request: Request) -> AsyncIterator[TokenDelta]:
+    async def generate(self, request: Request) -> AsyncGenerator[TokenDelta, None]:
         """The deltas of a request as they come, until each of its sequences has finished.
 
         Closing the iterator, or cancelling the task, aborts the request. Raises RequestError, or EngineDeadError.

@@ -1,6 +1,6 @@
 """`LLM`: the engine in the caller's own process, for programs that have a list of prompts."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 from tqdm import tqdm
@@ -82,7 +82,7 @@ class LLM:
         ]
         return self._run(ids, [None] * len(ids), params, use_tqdm)
 
-    def stream(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> Iterator[TokenDelta]:
+    def stream(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> Generator[TokenDelta, None, None]:
         """Continues one prompt, token by token. Closing the iterator ends the request.
 
         No other request may be under way in this LLM.
