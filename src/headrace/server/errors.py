@@ -1,0 +1,73 @@
+"""What goes wrong, in OpenAI's form: `{"error": {"message", "type", "param", "code"}}` and an HTTP status."""
+
+import json
+import logging
+from typing import Any
+
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from headrace.errors import HeadraceError, RequestError
+
+logger = logging.getLogger(__name__)
+
+
+class ApiError(Exception):
+    """An error with its HTTP status. `param` names the field of the request at fault, `code` the kind of error."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.code = code
+        self.headers = headers
+
+    def body(self) -> dict[str, Any]:
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+
+class JsonResponse(Response):
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        return to_json(content)
+
+
+def to_json(content: Any) -> bytes:
+    # A lone surrogate, which an error message may quote from the request, cannot be UTF-8; it becomes '?'.
+    return json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode("utf-8", "replace")
+
+
+def error_response(error: ApiError) -> JsonResponse:
+    return JsonResponse(error.body(), error.status, error.headers)
+
+
+def as_api_error(error: Exception, request_id: str) -> ApiError:
+    """Any exception as an ApiError. What no one foresaw is a 500: the log has its traceback under the request's id."""
+    match error:
+        case ApiError():
+            return error
+        case RequestError():
+            return ApiError(400, str(error), param=error.param)
+        case HTTPException(status_code=404):
+            return ApiError(404, "there is no such route; the API is under /v1", code="unknown_url")
+        case HTTPException(status_code=405):
+            allowed = Headers(error.headers).get("allow", "")
+            message = f"this route does not take this method, only {allowed}"
+            return ApiError(405, message, code="method_not_allowed", headers={"allow": allowed})
+        case HTTPException():
+            return ApiError(error.status_code, str(error.detail))
+        case HeadraceError():
+            return ApiError(503, str(error))
+    logger.error("request %s failed", request_id, exc_info=error)
+    return ApiError(500, f"an internal error; the server's log tells more of request {request_id}")

@@ -1,0 +1,309 @@
+"""The request bodies of OpenAI's API as far as Headrace takes them, and the checks of their form.
+
+A field that is not listed here is refused, never ignored. One that OpenAI (or a common extension) knows and Headrace
+does not have yet stands in `not_yet`, with the values that ask for nothing: those may be sent.
+"""
+
+import difflib
+import json
+import math
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
+from pydantic_core import ErrorDetails, PydanticCustomError
+
+from headrace.sampling.params import MAX_LOGPROBS, MAX_N
+from headrace.server.errors import ApiError
+
+MAX_MESSAGES = 4096
+MAX_PARTS = 1024
+MAX_STOP_TOKENS = 1024
+MAX_PROMPTS = 1024
+
+Neutral = dict[str, tuple[Any, ...]]
+
+
+class Body(BaseModel):
+    """A JSON object with known fields only and exact types: no strings for numbers, no booleans for integers."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False, protected_namespaces=())
+    not_yet: ClassVar[Neutral] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_fields_only(cls, body: Any) -> Any:
+        if not isinstance(body, dict):
+            return body
+        for name, value in body.items():
+            if name in cls.not_yet:
+                if not any(value == n and isinstance(value, bool) == isinstance(n, bool) for n in cls.not_yet[name]):
+                    raise PydanticCustomError("field", "{name} is not supported yet", {"name": name})
+            elif name not in cls.model_fields:
+                near = difflib.get_close_matches(name[:100], [*cls.model_fields, *cls.not_yet], n=1)
+                hint = f": did you mean {near[0]}?" if near else ""
+                raise PydanticCustomError(
+                    "field", "{name} is not a known field{hint}", {"name": name[:100], "hint": hint}
+                )
+        return {name: value for name, value in body.items() if name not in cls.not_yet}
+
+
+class TextPart(Body):
+    type: Literal["text"]
+    text: str
+
+
+class Message(Body):
+    """One message of a conversation."""
+
+    not_yet: ClassVar[Neutral] = {
+        "tool_calls": (None,),
+        "function_call": (None,),
+        "audio": (None,),
+        "refusal": (None,),
+        "annotations": (None, []),
+    }
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Annotated[list[TextPart], Field(fail_fast=True, max_length=MAX_PARTS)]
+    name: str | None = None
+    tool_call_id: str | None = None
+
+    def for_template(self) -> dict[str, Any]:
+        """The message as chat templates know it: they have no `developer`, OpenAI's newer word for `system`."""
+        message = self.model_dump(exclude_none=True)
+        return message | {"role": "system"} if self.role == "developer" else message
+
+
+class StreamOptions(Body):
+    not_yet: ClassVar[Neutral] = {"include_obfuscation": (None, False), "continuous_usage_stats": (None, False)}
+
+    include_usage: bool | None = None
+
+
+class GenerationBody(Body):
+    """What both routes take. None means what leaving the field out means.
+
+    The ranges that SamplingParams checks are not repeated here.
+    """
+
+    not_yet: ClassVar[Neutral] = {
+        "frequency_penalty": (None, 0),
+        "presence_penalty": (None, 0),
+        "repetition_penalty": (None, 1),
+        "bad_words": (None, []),
+        "allowed_token_ids": (None,),
+        "prompt_logprobs": (None,),
+        "structured_outputs": (None,),
+        "guided_json": (None,),
+        "guided_regex": (None,),
+        "guided_choice": (None,),
+        "guided_grammar": (None,),
+        "use_beam_search": (None, False),
+        "length_penalty": (None, 1),
+        "truncate_prompt_tokens": (None,),
+        "spaces_between_special_tokens": (None, True),
+        "priority": (None, 0),
+        "cache_salt": (None,),
+    }
+
+    model: Annotated[str, Field(min_length=1)]
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: str | Annotated[list[str], Field(fail_fast=True, max_length=MAX_STOP_TOKENS)] | None = None
+    stop_token_ids: Annotated[list[int], Field(fail_fast=True, max_length=MAX_STOP_TOKENS)] | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    logit_bias: dict[str, Any] | None = None  # its values are checked by SamplingParams
+    user: str | None = (
+        None  # `user` and `safety_identifier` name a person to a provider that watches for abuse; we do not
+    )
+    safety_identifier: str | None = None
+
+    @model_validator(mode="after")
+    def _stream_options_need_stream(self) -> "GenerationBody":
+        if self.stream_options is not None and not self.stream:
+            raise PydanticCustomError("field", "{name} is only allowed with stream: true", {"name": "stream_options"})
+        return self
+
+
+class ChatBody(GenerationBody):
+    """POST /v1/chat/completions"""
+
+    not_yet: ClassVar[Neutral] = GenerationBody.not_yet | {
+        "tools": (None,),
+        "tool_choice": (None, "none", "auto"),
+        "parallel_tool_calls": (None, False, True),
+        "functions": (None,),
+        "function_call": (None, "none", "auto"),
+        "response_format": (None, {"type": "text"}),
+        "modalities": (None, ["text"]),
+        "audio": (None,),
+        "prediction": (None,),
+        "moderation": (None,),
+        "store": (None, False),
+        "metadata": (None, {}),
+        "reasoning_effort": (None,),
+        "verbosity": (None,),
+        "service_tier": (None, "auto", "default"),
+        "prompt_cache_key": (None,),
+        "prompt_cache_options": (None,),
+        "prompt_cache_retention": (None,),
+        "web_search_options": (None,),
+        "chat_template": (None,),
+        "documents": (None,),
+        "echo": (None, False),
+        "add_special_tokens": (None, False),
+    }
+
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True, max_length=MAX_MESSAGES)]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, JsonValue] | None = None
+
+    @model_validator(mode="after")
+    def _fields_agree(self) -> "ChatBody":
+        if self.top_logprobs is not None and not self.logprobs:
+            raise PydanticCustomError("field", "{name} is only allowed with logprobs: true", {"name": "top_logprobs"})
+        if self.continue_final_message and self.add_generation_prompt:
+            message = "{name} and add_generation_prompt exclude each other: set one of them"
+            raise PydanticCustomError("field", message, {"name": "continue_final_message"})
+        if self.continue_final_message and self.messages[-1].role != "assistant":
+            message = "{name} needs a final message of the assistant"
+            raise PydanticCustomError("field", message, {"name": "continue_final_message"})
+        return self
+
+
+class CompletionBody(GenerationBody):
+    """POST /v1/completions"""
+
+    not_yet: ClassVar[Neutral] = GenerationBody.not_yet | {
+        "suffix": (None, ""),
+        "response_format": (None, {"type": "text"}),
+        "add_special_tokens": (None, True),
+    }
+
+    prompt: Any  # a string, token ids, or a list of such: told apart in translate.py
+    echo: bool | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    best_of: int | None = None
+
+    @model_validator(mode="after")
+    def _best_of_is_n(self) -> "CompletionBody":
+        if self.best_of not in (None, self.n or 1):
+            message = "{name} is not supported yet, unless it is equal to n"
+            raise PydanticCustomError("field", message, {"name": "best_of"})
+        return self
+
+
+AnyBody = TypeVar("AnyBody", bound=Body)
+
+
+def parse_body(kind: type[AnyBody], raw: bytes) -> AnyBody:
+    """A request body from its bytes. Raises ApiError 400 that says what is wrong with it, and where."""
+    document = parse_json(raw)
+    if not isinstance(document, dict):
+        raise ApiError(400, "the body must be a JSON object", code="invalid_json")
+    try:
+        return kind.model_validate(document)
+    except ValidationError as error:
+        param, message = explain(error)
+        raise ApiError(400, message, param=param) from None
+
+
+def parse_json(raw: bytes) -> Any:
+    """JSON as its standard has it, which Python's own parser takes more liberally. Raises ApiError 400."""
+    try:
+        text = raw.decode("utf-8-sig")
+        document = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite_float)
+        if "\\ud" in text or "\\uD" in text:  # only such an escape makes a surrogate, and only a lone one stays one
+            json.dumps(document, ensure_ascii=False).encode()
+    except UnicodeDecodeError as error:
+        fault = f"is not UTF-8 text: byte {error.start} does not fit"
+    except UnicodeEncodeError:
+        fault = "has half of a surrogate pair in a string, which is no character"
+    except NotANumber as error:
+        fault = f"is not valid JSON: {error} is not a finite number"
+    except json.JSONDecodeError as error:
+        fault = f"is not valid JSON: {error}"
+    except RecursionError:
+        fault = "is nested too deeply"
+    except ValueError:  # Python's limit on the digits of an integer
+        fault = "has a number with too many digits"
+    else:
+        return document
+    raise ApiError(400, f"the body {fault}", code="invalid_json")
+
+
+class NotANumber(ValueError):
+    """What Python takes for a number and JSON does not."""
+
+
+def _refuse_constant(name: str) -> Any:
+    raise NotANumber(name)
+
+
+def _finite_float(text: str) -> float:
+    number = float(text)
+    if math.isinf(number):
+        raise NotANumber(text[:40])
+    return number
+
+
+MESSAGES = {
+    "missing": "is missing",
+    "string_type": "must be a string",
+    "int_type": "must be an integer",
+    "float_type": "must be a number",
+    "bool_type": "must be true or false",
+    "list_type": "must be a list",
+    "dict_type": "must be an object",
+    "model_type": "must be an object",
+    "too_short": "must not be empty",
+    "string_too_short": "must not be empty",
+    "too_long": "may have at most {max_length} items",
+    "recursion_loop": "is nested too deeply",
+    "recursion_depth_exceeded": "is nested too deeply",
+}
+
+
+def explain(error: ValidationError) -> tuple[str, str]:
+    """The field at fault, and what is wrong with it."""
+    faults = error.errors(include_url=False, include_input=False)
+    # A field that may be of several types has a fault for each; those that lie deepest are of the type that was meant.
+    depth = max(len(fault["loc"]) for fault in faults)
+    deepest = [fault for fault in faults if len(fault["loc"]) == depth]
+    path = _path(deepest[0]["loc"])
+    if deepest[0]["type"] == "field":  # one of our own; its message begins with the field's name
+        path = f"{path}." if path else ""
+        return path + deepest[0]["ctx"]["name"], path + deepest[0]["msg"]
+    wrong = dict.fromkeys(_wrong(fault) for fault in deepest)
+    return path, f"{path} {' or '.join(wrong).replace(' or must be ', ' or ')}"
+
+
+def _wrong(fault: ErrorDetails) -> str:
+    if fault["type"] in MESSAGES:
+        return MESSAGES[fault["type"]].format(**fault.get("ctx", {}))
+    return fault["msg"].replace("Input should be", "must be")
+
+
+def _path(loc: tuple[int | str, ...]) -> str:
+    """messages[0].content for ("messages", 0, "content", "str"): pydantic adds the name of the type it has tried."""
+    path = ""
+    for step in loc:
+        if isinstance(step, int):
+            path += f"[{step}]"
+        elif step.isidentifier() and step != "str":
+            path += f".{step}" if path else step
+    return path[:100]

@@ -1,0 +1,170 @@
+"""From a request body to what the engine is to run: the prompt as tokens, and SamplingParams."""
+
+import reprlib
+import time
+import uuid
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from headrace.engine.request import Request
+from headrace.errors import RequestError
+from headrace.sampling.params import SamplingParams
+from headrace.server.errors import ApiError
+from headrace.server.protocol import MAX_PROMPTS, ChatBody, CompletionBody, GenerationBody, parse_body
+
+if TYPE_CHECKING:
+    from headrace.engine.async_engine import AsyncEngine
+
+COMPLETION_MAX_TOKENS = 16  # OpenAI's default for this route; in a chat the answer may go on to the end of the context
+MAX_CHOICES = 1024
+
+AnyGenerationBody = TypeVar("AnyGenerationBody", ChatBody, CompletionBody)
+
+
+@dataclass(frozen=True)
+class Job(Generic[AnyGenerationBody]):
+    """A request that has been checked, and what its answer needs to know.
+
+    requests: one for each prompt. echoes: the text of each prompt, where it is to be repeated, else "".
+    """
+
+    body: AnyGenerationBody
+    id: str
+    created: int
+    requests: list[Request]
+    echoes: list[str]
+
+    @property
+    def n(self) -> int:
+        return self.body.n or 1
+
+    def envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        """An answer around its choices. `kind` is the name that OpenAI gives this object."""
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.body.model, "choices": choices}
+
+    def chunk(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        """A streamed piece of an answer. A client that wants the usage finds a null in all chunks but the last."""
+        return self.envelope(kind, choices) | ({"usage": None} if self.wants_usage else {})
+
+    @property
+    def wants_usage(self) -> bool:
+        options = self.body.stream_options
+        return options is not None and bool(options.include_usage)
+
+    def usage(self, completion_tokens: int) -> dict[str, int]:
+        """Tokens of all prompts, each counted once however many continuations it has, and of all continuations."""
+        prompt_tokens = sum(len(request.prompt_token_ids) for request in self.requests)
+        return {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": prompt_tokens + completion_tokens,
+        }
+
+
+def chat_job(engine: "AsyncEngine", names: list[str], raw: bytes) -> Job[ChatBody]:
+    """Checks the body of a chat completion. Raises ApiError or RequestError. Blocks: it tokenizes."""
+    body = parse_body(ChatBody, raw)
+    check_model(body.model, names)
+    ids = chat_prompt(engine, body)
+    limits = [limit for limit in (body.max_completion_tokens, body.max_tokens) if limit is not None]
+    max_tokens = min(limits) if limits else None
+    check_context(engine, ids, max_tokens, "messages")
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    params = sampling_params(engine, body, max_tokens=max_tokens, logprobs=logprobs)
+    id = f"chatcmpl-{uuid.uuid4().hex}"
+    return Job(body, id, int(time.time()), checked_requests(engine, id, [ids], params), [""])
+
+
+def completion_job(engine: "AsyncEngine", names: list[str], raw: bytes) -> Job[CompletionBody]:
+    """Checks the body of a completion. Raises ApiError or RequestError. Blocks: it tokenizes."""
+    body = parse_body(CompletionBody, raw)
+    check_model(body.model, names)
+    prompts = told_apart(body.prompt)
+    if len(prompts) * (body.n or 1) > MAX_CHOICES:
+        raise RequestError(f"{len(prompts)} prompts with n={body.n} are more than {MAX_CHOICES} choices", "n")
+    tokenizer = engine.tokenizer
+    ids = [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+    for prompt_ids in ids:
+        check_context(engine, prompt_ids, body.max_tokens, "prompt")
+    params = sampling_params(
+        engine,
+        body,
+        max_tokens=body.max_tokens or COMPLETION_MAX_TOKENS,
+        logprobs=body.logprobs,
+        prompt_logprobs=body.logprobs if body.echo else None,
+    )
+    id = f"cmpl-{uuid.uuid4().hex}"
+    requests = checked_requests(engine, id, ids, params)
+    echoes = [""] * len(prompts)
+    if body.echo:
+        echoes = [p if isinstance(p, str) else tokenizer.decode(p, skip_special_tokens=False) for p in prompts]
+    return Job(body, id, int(time.time()), requests, echoes)
+
+
+def checked_requests(engine: "AsyncEngine", id: str, prompts: list[list[int]], params: SamplingParams) -> list[Request]:
+    """The engine's requests. It checks them before the answer begins, as after that there is no way to say 400."""
+    requests = [Request(f"{id}-{index}", ids, params) for index, ids in enumerate(prompts)]
+    for request in requests:
+        engine.check(request)
+    return requests
+
+
+def chat_prompt(engine: "AsyncEngine", body: ChatBody) -> list[int]:
+    own = {"tools", "add_generation_prompt", "continue_final_message"}
+    kwargs: dict[str, Any] = {**(body.chat_template_kwargs or {})}
+    for key in kwargs:
+        if key in own or key == "messages":
+            raise RequestError(f"chat_template_kwargs cannot set {key}", "chat_template_kwargs")
+    return engine.tokenizer.encode_chat(
+        [message.for_template() for message in body.messages],
+        add_generation_prompt=not body.continue_final_message and body.add_generation_prompt is not False,
+        continue_final_message=bool(body.continue_final_message),
+        **kwargs,
+    )
+
+
+def check_model(name: str, names: list[str]) -> None:
+    if name not in names:
+        message = f"the model {name[:200]!r} does not exist here; there is {', '.join(map(repr, names))}"
+        raise ApiError(404, message, param="model", code="model_not_found")
+
+
+def check_context(engine: "AsyncEngine", ids: list[int], max_tokens: int | None, param: str) -> None:
+    """Refuses a prompt that leaves no room for what was asked for, or for a single token."""
+    limit = engine.max_model_len
+    if len(ids) + (max_tokens or 1) > limit:
+        wanted = f" and max_tokens asks for {max_tokens} more" if max_tokens else ""
+        message = f"the context of this model is {limit} tokens, but the prompt has {len(ids)} tokens{wanted}"
+        raise ApiError(400, message, param=param, code="context_length_exceeded")
+
+
+def sampling_params(engine: "AsyncEngine", body: GenerationBody, **rest: Any) -> SamplingParams:
+    """What the body says; for what it does not say the model's generation_config.json, or else OpenAI's defaults."""
+    names = (field.name for field in fields(SamplingParams))
+    given = {name: value for name in names if (value := getattr(body, name, None)) is not None}
+    return SamplingParams(**(engine.default_sampling | given | {"logit_bias": token_bias(body.logit_bias)} | rest))
+
+
+def token_bias(bias: dict[str, Any] | None) -> dict[int, Any]:
+    """JSON's keys are strings; here they are token ids."""
+    for key in bias or {}:
+        if not (key.isascii() and key.isdecimal() and len(key) < 20):
+            raise RequestError(f"logit_bias: {reprlib.repr(key)} is no token id", "logit_bias")
+    return {int(key): value for key, value in (bias or {}).items()}
+
+
+def told_apart(prompt: Any) -> list[str | list[int]]:
+    """The prompts in the `prompt` field: a text or a list of token ids, or a list of such. Ids may be any integers."""
+    several = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], str | list)
+    prompts = prompt if several else [prompt]
+    if len(prompts) > MAX_PROMPTS:
+        raise RequestError(f"there are {len(prompts)} prompts; at most {MAX_PROMPTS} may be sent at once", "prompt")
+    for index, item in enumerate(prompts):
+        place = f"prompt[{index}]" if several else "prompt"
+        if not isinstance(item, str | list):
+            several_too = "" if several else ", or a list of several"
+            raise RequestError(f"{place} must be a string or a list of token ids{several_too}", "prompt")
+        for token in item if isinstance(item, list) else ():
+            if not isinstance(token, int) or isinstance(token, bool):
+                raise RequestError(f"{place}: {reprlib.repr(token)} is no token id", "prompt")
+    return prompts
