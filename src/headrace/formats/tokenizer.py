@@ -1,0 +1,172 @@
+"""Text to token ids and back, over the `tokenizers` library, and chats to prompts by the model's template."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import tokenizers
+
+from headrace.errors import RequestError
+from headrace.formats.chat_template import ChatTemplate, prepare_messages
+from headrace.formats.special_tokens import SpecialTokenGuard
+
+logger = logging.getLogger(__name__)
+
+
+class Tokenizer:
+    """A model's tokenizer.
+
+    backend: does the work; its truncation and padding are switched off.
+    chat_templates: Jinja sources by name: "default", and "tool_use" for chats with tools where a model has its own.
+    special_tokens: such as {"bos_token": "<s>"}, known to templates under these names.
+    special_ids: the ids of all special tokens.
+    Raises ModelError for a chat template that does not compile.
+    """
+
+    def __init__(
+        self, backend: tokenizers.Tokenizer, *, chat_templates: Mapping[str, str], special_tokens: Mapping[str, str]
+    ) -> None:
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend = backend
+        self._guard = SpecialTokenGuard(backend)
+        self._templates = {
+            name: ChatTemplate(chat_templates[name], name) for name in ("default", "tool_use") if name in chat_templates
+        }
+        self.special_tokens = dict(special_tokens)
+        added = backend.get_added_tokens_decoder()
+        self.special_ids: frozenset[int] = frozenset(i for i, token in added.items() if token.special)
+        self._bos_id = backend.token_to_id(self.special_tokens.get("bos_token", ""))
+        self._warned_of_second_bos = False
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """One more than the highest token id, added tokens counted. A model may have more rows than that."""
+        return max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a prompt. The text of a special token becomes that token: use chats for text of others.
+
+        add_special_tokens: add what the model wants around a text, such as a beginning-of-sequence token.
+        """
+        return self.encode_batch([text], add_special_tokens)[0]
+
+    def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
+        for text in texts:
+            check_text(text, "prompt")
+        try:
+            encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        except Exception as error:  # the library has no type of its own for a text that its vocabulary cannot spell
+            raise RequestError(f"the tokenizer cannot encode this text: {error}", "prompt") from None
+        batch = [encoding.ids for encoding in encodings]
+        if add_special_tokens:
+            self._warn_of_second_bos(batch)
+        return batch
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of token ids; bytes that are not UTF-8 (such as half a character) become U+FFFD."""
+        for token_id in ids:
+            if not isinstance(token_id, int) or not 0 <= token_id < self.vocab_size:
+                raise RequestError(f"{token_id!r} is not a token id: they go from 0 to {self.vocab_size - 1}", "prompt")
+        return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def token_text(self, token_id: int) -> str:
+        """The text of one token as it reads within a text: with its leading space, and special tokens too."""
+        anchor, text = self._anchor
+        both = self.decode([*anchor, token_id], skip_special_tokens=False)
+        return both[len(text) :] if both.startswith(text) else self.decode([token_id], skip_special_tokens=False)
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **kwargs: Any,
+    ) -> str:
+        """The prompt of a chat, as text.
+
+        messages: of `role` and `content`, and whatever else the template reads. Content is a string or a list of text
+            parts, which are joined with nothing in between, unless the template loops over parts itself.
+        tools: JSON descriptions of functions; None where there are none.
+        add_generation_prompt: end with the header of an answer.
+        continue_final_message: end within the last message, to go on with it.
+        kwargs: variables for the template, such as `enable_thinking`.
+        """
+        template, prepared = self._prepare(messages, tools)
+        return template.render(
+            prepared,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            variables=self.special_tokens | kwargs,
+        )
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **kwargs: Any,
+    ) -> list[int]:
+        """Token ids of what `render_chat` writes; the template has put in every special token that belongs there.
+
+        Whatever of `messages`, `tools` and `kwargs` reads like a special token is encoded as plain text, so that no
+        message can end its own turn or begin another's.
+        """
+        template, prepared = self._prepare(messages, tools)
+        given = [prepared, tools, kwargs]
+        marked = self._guard.mark(given)
+        text = template.render(
+            marked[0],
+            tools=marked[1],
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            variables=self.special_tokens | marked[2],
+        )
+        check_text(text, "messages")
+        if marked == given and not self._guard.always_needed:
+            return self.encode(text, add_special_tokens=False)
+        return self._guard.encode(text)
+
+    def _prepare(self, messages: Any, tools: Any) -> tuple[ChatTemplate, list[dict[str, Any]]]:
+        """The template for a chat, and its messages checked."""
+        if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools)):
+            raise RequestError("tools must be a list of objects", "tools")
+        name = "tool_use" if tools is not None and "tool_use" in self._templates else "default"
+        if name not in self._templates:
+            raise RequestError(
+                "this model has no chat template, so it takes plain prompts only; for messages use a model with one",
+                "messages",
+            )
+        template = self._templates[name]
+        return template, prepare_messages(messages, join_parts=not template.iterates_content)
+
+    @cached_property
+    def _anchor(self) -> tuple[list[int], str]:
+        """Ordinary tokens to put before a token, so that it is not taken for the first of a text; and their text."""
+        ids = self._backend.encode("a", add_special_tokens=False).ids
+        return ids, self._backend.decode(ids, skip_special_tokens=False)
+
+    def _warn_of_second_bos(self, batch: list[list[int]]) -> None:
+        if self._bos_id is None or self._warned_of_second_bos:
+            return
+        if any(ids[:2] == [self._bos_id] * 2 for ids in batch):
+            self._warned_of_second_bos = True
+            logger.warning(
+                "a prompt begins with %s, and the tokenizer has added another", self.special_tokens["bos_token"]
+            )
+
+
+def check_text(text: Any, param: str) -> None:
+    """Raises RequestError for what is not a string of Unicode characters."""
+    if not isinstance(text, str):
+        raise RequestError(f"{param} must be text, not {type(text).__name__}", param)
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise RequestError(f"{param} holds half of a surrogate pair, at character {error.start}", param) from None
