@@ -1,0 +1,222 @@
+"""The reference ops against torch's own operators and transformers' layers, on ragged batches over a shuffled cache."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn.functional as F
+from headrace.formats.checkpoint import DenseWeight
+from headrace.layers.rotary import frequencies
+from headrace.ops import reference
+from headrace.ops.reference import KVCache, Ops, RaggedBatch
+from torch import Tensor
+from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward as gpt_oss_attention
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+OPS = Ops()
+HEADS, KV_HEADS, DIM = 6, 2, 8
+
+
+@dataclass
+class Ragged:
+    """Sequences of which `lens[i]` tokens are this step's and `before[i]` are in the cache already."""
+
+    queries: list[Tensor]
+    keys: list[Tensor]
+    values: list[Tensor]
+    batch: RaggedBatch
+    cache: KVCache
+
+
+def ragged(lens: list[int], before: list[int], block_size: int = 4, seed: int = 0, kv_heads: int = KV_HEADS) -> Ragged:
+    g = torch.Generator().manual_seed(seed)
+    total = [n + b for n, b in zip(lens, before, strict=True)]
+    counts = [-(-t // block_size) for t in total]
+    order = torch.randperm(sum(counts) + 3, generator=g).tolist()  # blocks in any order, three of them not in use
+    cache = OPS.kv_cache(len(order), block_size, kv_heads, DIM, torch.float32)
+    tables = [[order.pop() for _ in range(c)] for c in counts]
+    keys = [torch.randn(t, kv_heads, DIM, generator=g) for t in total]
+    values = [torch.randn(t, kv_heads, DIM, generator=g) for t in total]
+    slots = [
+        [tab[p // block_size] * block_size + p % block_size for p in range(t)]
+        for tab, t in zip(tables, total, strict=True)
+    ]
+    for k, v, s in zip(keys, values, slots, strict=True):
+        OPS.store_kv(k, v, cache, torch.tensor(s))
+    widest = max(counts)
+    batch = RaggedBatch(
+        query_lens=lens,
+        context_lens=total,
+        positions=torch.cat([torch.arange(b, t) for b, t in zip(before, total, strict=True)]),
+        slots=torch.cat([torch.tensor(s[b:]) for s, b in zip(slots, before, strict=True)]),
+        block_tables=torch.tensor([t + [0] * (widest - len(t)) for t in tables]),
+    )
+    queries = [torch.randn(n, HEADS, DIM, generator=g) for n in lens]
+    return Ragged(queries, keys, values, batch, cache)
+
+
+def visible(n: int, total: int, window: int | None) -> Tensor:
+    """Which keys each of the last n of `total` tokens sees."""
+    queries, keys = torch.arange(total - n, total)[:, None], torch.arange(total)
+    return (keys <= queries) & (keys > queries - (window or total))
+
+
+def sdpa(r: Ragged, scale: float, window: int | None) -> Tensor:
+    out = []
+    for q, k, v in zip(r.queries, r.keys, r.values, strict=True):
+        mask = visible(len(q), len(k), window)
+        args = (x.transpose(0, 1)[None] for x in (q, k, v))
+        out.append(
+            F.scaled_dot_product_attention(*args, attn_mask=mask, scale=scale, enable_gqa=True)[0].transpose(0, 1)
+        )
+    return torch.cat(out)
+
+
+BATCHES = [
+    ([1], [0]),
+    ([1], [4]),
+    ([4], [0]),
+    ([5], [3]),
+    ([1, 1, 1], [0, 30, 7]),
+    ([3, 1, 8, 1, 2], [1, 15, 0, 16, 30]),
+]
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 5, 1000])
+@pytest.mark.parametrize(("lens", "before"), BATCHES)
+def test_attention_agrees_with_torch(lens: list[int], before: list[int], window: int | None) -> None:
+    r = ragged(lens, before)
+    got = OPS.attention(torch.cat(r.queries), r.cache, r.batch, scale=0.3, window=window)
+    torch.testing.assert_close(got, sdpa(r, 0.3, window), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 3, 6])
+def test_attention_shares_keys_among_query_heads(kv_heads: int) -> None:
+    r = ragged([3, 1], [2, 9], kv_heads=kv_heads)
+    got = OPS.attention(torch.cat(r.queries), r.cache, r.batch, scale=1.0)
+    torch.testing.assert_close(got, sdpa(r, 1.0, None), rtol=1e-5, atol=1e-6)
+
+
+def test_attention_in_tiles_of_queries_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    r = ragged([23, 1, 9], [0, 5, 2])
+    whole = OPS.attention(torch.cat(r.queries), r.cache, r.batch, scale=1.0)
+    monkeypatch.setattr(reference, "MAX_SCORES", 500)  # three queries of the first sequence at a time
+    torch.testing.assert_close(OPS.attention(torch.cat(r.queries), r.cache, r.batch, scale=1.0), whole)
+
+
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("softcap", [0.5, 30.0])
+def test_attention_softcap_is_gemma_2s_formula(softcap: float, window: int | None) -> None:
+    r = ragged([5, 1], [2, 11])
+    got = OPS.attention(torch.cat(r.queries), r.cache, r.batch, scale=2.0, softcap=softcap, window=window)
+    expected = []
+    for q, k, v in zip(r.queries, r.keys, r.values, strict=True):
+        k, v = (x.repeat_interleave(HEADS // KV_HEADS, 1) for x in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", q.double(), k.double()) * 2.0
+        scores = (softcap * torch.tanh(scores / softcap)).masked_fill(~visible(len(q), len(k), window), -torch.inf)
+        expected.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), v.double()))
+    torch.testing.assert_close(got.double(), torch.cat(expected), rtol=1e-5, atol=1e-6)
+
+
+def test_attention_sinks_agree_with_gpt_oss() -> None:
+    r = ragged([5, 1], [2, 11])
+    sinks = torch.randn(HEADS, generator=torch.Generator().manual_seed(1))
+    got = OPS.attention(torch.cat(r.queries), r.cache, r.batch, scale=0.7, sinks=sinks)
+    module = torch.nn.Module()
+    module.sinks, module.num_key_value_groups = sinks, HEADS // KV_HEADS
+    module.eval()
+    expected = []
+    for q, k, v in zip(r.queries, r.keys, r.values, strict=True):
+        mask = torch.zeros(1, 1, len(q), len(k)).masked_fill(~visible(len(q), len(k), None), -torch.inf)
+        args = (x.transpose(0, 1)[None] for x in (q, k, v))
+        expected.append(gpt_oss_attention(module, *args, mask, 0.7)[0][0])
+    torch.testing.assert_close(got, torch.cat(expected), rtol=1e-5, atol=1e-6)
+
+
+def test_attention_never_reads_a_block_of_another_sequence() -> None:
+    r = ragged([3, 1], [2, 9])
+    query = torch.cat(r.queries)
+    before = OPS.attention(query, r.cache, r.batch, scale=1.0)
+    used = {
+        b
+        for table, n in zip(r.batch.block_tables.tolist(), r.batch.context_lens, strict=True)
+        for b in table[: -(-n // 4)]
+    }
+    for block in set(range(r.cache.keys.shape[1])) - used:
+        r.cache.keys[:, block] = 1e9
+        r.cache.values[:, block] = 1e9
+    torch.testing.assert_close(OPS.attention(query, r.cache, r.batch, scale=1.0), before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_rms_norm_agrees_with_torch(dtype: torch.dtype) -> None:
+    x = torch.randn(5, 3, 33).to(dtype)
+    weight = torch.randn(33)
+    expected = F.rms_norm(x.float(), (33,), weight, eps=1e-5).to(dtype)
+    torch.testing.assert_close(OPS.rms_norm(x, weight, 1e-5), expected)
+    assert OPS.rms_norm(x, weight, 1e-5).dtype == dtype
+    assert OPS.rms_norm(torch.full((1, 4), torch.nan), torch.ones(4), 1e-5).isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rotary_agrees_with_transformers(dtype: torch.dtype) -> None:
+    q, k = torch.randn(7, HEADS, DIM).to(dtype), torch.randn(7, KV_HEADS, DIM).to(dtype)
+    positions = torch.tensor([0, 1, 5, 100, 2, 2, 8000])
+    inv_freq, scale = frequencies(10_000.0, DIM, {})
+    cos, sin = OPS.rotary_angles(positions, inv_freq, scale)
+    full = (torch.cat([a, a], -1)[None] for a in (cos, sin))
+    heads_first = (x.float().transpose(0, 1)[None] for x in (q, k))
+    expected = apply_rotary_pos_emb(*heads_first, *full)
+    for x, e in zip((q, k), expected, strict=True):
+        torch.testing.assert_close(OPS.rotary(x, cos, sin), e[0].transpose(0, 1).to(dtype))
+
+
+def test_partial_rotary_turns_the_first_entries_only() -> None:
+    x = torch.randn(4, 2, DIM)
+    inv_freq, _ = frequencies(500.0, 4, {})
+    cos, sin = OPS.rotary_angles(torch.arange(4), inv_freq)
+    got = OPS.rotary(x, cos, sin)
+    assert torch.equal(got[..., 4:], x[..., 4:])
+    # A turn in the plane of each pair, as complex numbers.
+    turned = (
+        torch.complex(x[..., :2], x[..., 2:4])
+        * torch.polar(torch.ones(4, 2), torch.arange(4)[:, None] * inv_freq)[:, None]
+    )
+    torch.testing.assert_close(got[..., :4], torch.cat([turned.real, turned.imag], -1))
+
+
+def test_embedding_linear_and_joined_matrices() -> None:
+    weights = [torch.randn(n, 6) for n in (5, 2, 4)]
+    joined = OPS.matrix([DenseWeight(w) for w in weights], torch.float32)
+    assert joined.shape == (11, 6)
+    x, bias = torch.randn(3, 6), torch.randn(11)
+    torch.testing.assert_close(OPS.linear(x, joined, bias), x @ torch.cat(weights).T + bias)
+    torch.testing.assert_close(OPS.linear(x, joined), x @ torch.cat(weights).T)
+    ids = torch.tensor([0, 10, 10, 4])
+    assert torch.equal(OPS.embedding(ids, joined), torch.cat(weights)[ids])
+    assert torch.equal(OPS.embedding(ids, joined, 2.5), torch.cat(weights)[ids] * 2.5)
+
+
+def test_a_matrix_owns_its_memory() -> None:
+    source = torch.randn(3, 4)
+    matrix = OPS.matrix([DenseWeight(source)], torch.float32)
+    source.zero_()
+    assert not torch.equal(matrix.data, source)
+
+
+def test_gated_activations() -> None:
+    x = torch.randn(5, 14)
+    gate, up = x[:, :7], x[:, 7:]
+    torch.testing.assert_close(OPS.gated(x, "silu"), gate * gate.sigmoid() * up)
+    tanh = 0.5 * gate * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3)))
+    torch.testing.assert_close(OPS.gated(x, "gelu_tanh"), tanh * up)
+    with pytest.raises(ValueError, match="swish2"):
+        OPS.gated(x, "swish2")
+
+
+def test_softcap_take_and_add() -> None:
+    x = torch.tensor([[-1e9, 0.0, 1.0], [4.0, 5.0, 1e9]])
+    torch.testing.assert_close(OPS.softcap(x, 30.0), 30 * torch.tanh(x / 30))
+    assert torch.equal(OPS.take(x, torch.tensor([1, 1, 0])), x[[1, 1, 0]])
+    assert OPS.take(x, torch.tensor([], dtype=torch.int64)).shape == (0, 3)
+    assert torch.equal(OPS.add(x, x), 2 * x)
