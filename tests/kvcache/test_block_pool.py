@@ -1,9 +1,10 @@
 """The block pool: nothing is lost, nothing is owned twice."""
 
 import pytest
-from headrace.kvcache.block_pool import BlockPool
 from hypothesis import given
 from hypothesis import strategies as st
+
+from headrace.kvcache.block_pool import BlockPool
 
 
 def test_blocks_for_rounds_up() -> None:

@@ -5,13 +5,14 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
+from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward as gpt_oss_attention
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
 from headrace.formats.checkpoint import DenseWeight
 from headrace.layers.rotary import frequencies
 from headrace.ops import reference
 from headrace.ops.reference import KVCache, Ops, RaggedBatch
-from torch import Tensor
-from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward as gpt_oss_attention
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 OPS = Ops()
 HEADS, KV_HEADS, DIM = 6, 2, 8

@@ -2,15 +2,16 @@
 
 import itertools
 
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
 from headrace.kvcache.block_pool import BlockPool
 from headrace.sampling.params import SamplingParams, TokenLogprob
 from headrace.scheduler import scheduler as module
 from headrace.scheduler.scheduler import Scheduler
 from headrace.scheduler.sequence import Sequence
 from headrace.worker.step import StepPlan
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 _ids = itertools.count()
 
