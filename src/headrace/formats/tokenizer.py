@@ -1,6 +1,7 @@
 """Text to token ids and back, over the `tokenizers` library, and chats to prompts by the model's template."""
 
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -12,6 +13,12 @@ from headrace.formats.chat_template import ChatTemplate, prepare_messages
 from headrace.formats.special_tokens import SpecialTokenGuard
 
 logger = logging.getLogger(__name__)
+
+# The characters with which byte-level BPE (GPT-2's) writes bytes: those that Latin-1 shows stand for themselves, and the
+# others have the characters from U+0100 on, in order.
+_SHOWN = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_HIDDEN = [byte for byte in range(256) if byte not in _SHOWN]
+_BYTES = {chr(byte): byte for byte in _SHOWN} | {chr(256 + n): byte for n, byte in enumerate(_HIDDEN)}
 
 
 class Tokenizer:
@@ -72,10 +79,26 @@ class Tokenizer:
         return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     def token_text(self, token_id: int) -> str:
-        """The text of one token as it reads within a text: with its leading space, and special tokens too."""
+        """The text of one token as it reads within a text: with its leading space, and special tokens too.
+
+        Empty for the ids beyond the vocabulary that some models have.
+        """
+        if token_id >= self.vocab_size:
+            return ""
         anchor, text = self._anchor
         both = self.decode([*anchor, token_id], skip_special_tokens=False)
         return both[len(text) :] if both.startswith(text) else self.decode([token_id], skip_special_tokens=False)
+
+    def token_bytes(self, token_id: int) -> bytes | None:
+        """What one token adds to a text, in UTF-8; it may be part of a character. None for a special token."""
+        if token_id in self.special_ids:
+            return None
+        piece = self._backend.id_to_token(token_id) if 0 <= token_id < self.vocab_size else ""
+        if piece and "ByteLevel" in self._decoder and _BYTE_OF.keys() >= set(piece):
+            return bytes(_BYTE_OF[character] for character in piece)
+        if piece and "ByteFallback" in self._decoder and (byte := re.fullmatch("<0x([0-9A-F]{2})>", piece)):
+            return bytes.fromhex(byte[1])
+        return self.token_text(token_id).encode()
 
     def render_chat(
         self,
@@ -147,6 +170,11 @@ class Tokenizer:
         return template, prepare_messages(messages, join_parts=not template.iterates_content)
 
     @cached_property
+    def _decoder(self) -> str:
+        """How tokens become text, as the library describes it in JSON."""
+        return self._backend.decoder.__getstate__().decode() if self._backend.decoder else ""
+
+    @cached_property
     def _anchor(self) -> tuple[list[int], str]:
         """Ordinary tokens to put before a token, so that it is not taken for the first of a text; and their text."""
         ids = self._backend.encode("a", add_special_tokens=False).ids
@@ -160,6 +188,20 @@ class Tokenizer:
             logger.warning(
                 "a prompt begins with %s, and the tokenizer has added another", self.special_tokens["bos_token"]
             )
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The byte that each character stands for in byte-level BPE.
+
+    Bytes that are printable in Latin-1 stand for themselves, and the others take the characters from U+0100 on.
+    Source: `bytes_to_unicode` in https://github.com/openai/gpt-2/blob/master/src/encoder.py
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + n): byte for n, byte in enumerate(others)}
+
+
+_BYTE_OF = _byte_alphabet()
 
 
 def check_text(text: Any, param: str) -> None:
