@@ -1,0 +1,11 @@
+// All ops of one instruction set. Compiled once for each; HEADRACE_ISA is its name and its namespace.
+#include "kernels.h"
+
+#include "rms_norm.h"
+
+namespace headrace::HEADRACE_ISA {
+
+extern const Kernels kernels;
+const Kernels kernels = {rms_norm};
+
+}  // namespace headrace::HEADRACE_ISA
