@@ -14,12 +14,6 @@ from headrace.formats.special_tokens import SpecialTokenGuard
 
 logger = logging.getLogger(__name__)
 
-# The characters with which byte-level BPE (GPT-2's) writes bytes: those that Latin-1 shows stand for themselves, and the
-# others have the characters from U+0100 on, in order.
-_SHOWN = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-_HIDDEN = [byte for byte in range(256) if byte not in _SHOWN]
-_BYTES = {chr(byte): byte for byte in _SHOWN} | {chr(256 + n): byte for n, byte in enumerate(_HIDDEN)}
-
 
 class Tokenizer:
     """A model's tokenizer.
