@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -138,22 +137,19 @@ def _use_old_keys(path: Path) -> None:
         del config["layer_types"], config["_sliding_window_pattern"]
         rope = rope["full_attention"]
     config["rope_theta"] = rope.pop("rope_theta")
-    if rope["rope_type"] == "linear":
-        rope["type"] = rope.pop("rope_type")
-    config["rope_scaling"] = rope if rope.get("rope_type") != "default" else None
+    config["rope_scaling"] = rope if rope["rope_type"] != "default" else None
     config["torch_dtype"] = config.pop("dtype")
     path.write_text(json.dumps(config))
 
 
-@cache
 def transformers_model(directory: Path) -> PreTrainedModel:
     """transformers' model of a checkpoint, float32."""
     model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     return model.eval()
 
 
-def transformers_logits(model: PreTrainedModel, ids: list[int]) -> torch.Tensor:
+def transformers_logits(model: PreTrainedModel, ids: list[int], **arguments: Any) -> torch.Tensor:
     """Logits `[len(ids), vocab]`, float32."""
     with torch.inference_mode():
-        logits: torch.Tensor = model(torch.tensor([ids]), use_cache=False).logits[0]
+        logits: torch.Tensor = model(torch.tensor([ids]), use_cache=False, **arguments).logits[0]
         return logits

@@ -305,15 +305,17 @@ def _add_metadata(writer: GGUFWriter, key: str, value: Any) -> None:
 
 
 def rope_inverse_frequencies(config: Mapping[str, Any], freq_factors: list[float] | None = None) -> np.ndarray:
-    """Radians per position for each of the head_dim / 2 planes, float64.
+    """Radians per position for each plane of a head, float64; d / 2 of them.
 
-    Plain: theta ** (-2i / d). Scaling by config["rope_scaling"]: "linear" divides the positions, which is the same as
-    dividing the frequencies; "llama3" divides those of wavelengths longer than original / low_freq_factor, keeps those
-    shorter than original / high_freq_factor, and goes smoothly from one to the other between them. `freq_factors`
-    divide frequency by frequency (the tensor rope_freqs of GGUF files).
+    Plain: theta ** (-2i / d), where d is the head size, or config["partial_rotary_factor"] of it. By the type of
+    config["rope_scaling"]: "linear" divides the positions, which is the same as dividing the frequencies; "llama3"
+    divides those of wavelengths longer than original / low_freq_factor, keeps those shorter than original /
+    high_freq_factor, and goes smoothly from one to the other between them. `freq_factors` divide frequency by frequency
+    (the tensor rope_freqs of GGUF files).
     """
     head_dim = config.get("head_dim", config["hidden_size"] // config["num_attention_heads"])
-    frequencies = config["rope_theta"] ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+    turned = int(head_dim * config.get("partial_rotary_factor", 1.0))
+    frequencies = config["rope_theta"] ** (-np.arange(0, turned, 2, dtype=np.float64) / turned)
     scaling = config.get("rope_scaling") or {}
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind == "linear":
@@ -351,8 +353,9 @@ def t0_numpy_logits(
         return x @ w[name + ".weight"].T + w.get(name + ".bias", 0.0)
 
     def rotate(x: np.ndarray) -> np.ndarray:
-        first, second = np.split(x, 2, axis=-1)
-        return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+        half = cos.shape[-1]
+        first, second, still = np.split(x, [half, 2 * half], axis=-1)
+        return np.concatenate([first * cos - second * sin, second * cos + first * sin, still], axis=-1)
 
     x = w["model.embed_tokens.weight"][ids]
     for layer in range(config["num_hidden_layers"]):

@@ -1,0 +1,60 @@
+"""Logits of Headrace's decoder, without engine and scheduler around it."""
+
+import random
+from pathlib import Path
+
+import torch
+
+from headrace.formats.open import open_checkpoint
+from headrace.models.loader import load_decoder
+from headrace.ops import create_ops
+from headrace.ops.reference import RaggedBatch
+
+
+class DecoderRunner:
+    """A checkpoint's decoder in float32, and a paged cache of the size that a call needs."""
+
+    def __init__(self, path: str | Path, backend: str = "reference") -> None:
+        self.ops = create_ops(backend)
+        with torch.inference_mode():
+            self.decoder = load_decoder(open_checkpoint(str(path), None), self.ops, torch.float32)
+
+    @torch.inference_mode()
+    def logits(self, prompts: list[list[int]], *, chunk: int | None = None, block_size: int = 16) -> list[torch.Tensor]:
+        """Logits `[len(prompt), vocab]` of each prompt, all of them run together as ragged batches.
+
+        chunk: how many tokens of each prompt a step takes; None for all. The blocks of the cache are dealt out at
+        random, so that nothing comes out right by lying in order.
+        """
+        blocks = [-(-len(prompt) // block_size) for prompt in prompts]
+        deck = random.Random(0).sample(range(sum(blocks) + 3), sum(blocks))
+        tables = [[deck.pop() for _ in range(n)] for n in blocks]
+        padded = torch.tensor([table + [0] * (max(blocks) - len(table)) for table in tables])
+        config = self.decoder.config
+        caches = [
+            self.ops.kv_cache(sum(blocks) + 3, block_size, config.num_kv_heads, config.head_dim, torch.float32)
+            for _ in range(config.num_layers)
+        ]
+        out: list[list[torch.Tensor]] = [[] for _ in prompts]
+        size = chunk or max(len(prompt) for prompt in prompts)
+        for start in range(0, max(len(prompt) for prompt in prompts), size):
+            pieces = {i: prompt[start : start + size] for i, prompt in enumerate(prompts) if len(prompt) > start}
+            places = [(i, start + j) for i, piece in pieces.items() for j in range(len(piece))]
+            batch = RaggedBatch(
+                query_lens=[len(piece) for piece in pieces.values()],
+                context_lens=[start + len(piece) for piece in pieces.values()],
+                positions=torch.tensor([p for _, p in places]),
+                slots=torch.tensor([tables[i][p // block_size] * block_size + p % block_size for i, p in places]),
+                block_tables=padded[list(pieces)],
+            )
+            ids = torch.tensor([token for piece in pieces.values() for token in piece])
+            logits = self.decoder.forward(ids, batch, caches, torch.arange(len(ids)))
+            for i, rows in zip(pieces, logits.split(batch.query_lens), strict=True):
+                out[i].append(rows)
+        return [torch.cat(rows) for rows in out]
+
+
+def relative_error(ours: torch.Tensor, truth: torch.Tensor) -> float:
+    """The largest over all positions of |ours - truth| / |truth| (Euclidean norms over the vocabulary)."""
+    ours, truth = ours.double(), truth.double()
+    return float(((ours - truth).norm(dim=-1) / truth.norm(dim=-1)).max())
