@@ -1,7 +1,7 @@
 """From logits to tokens, in plain torch: greedy choice, filters, one draw per row, and log-probabilities.
 
-The work on a row uses that row alone and always runs in the same order, so that a row gives the same token and the
-same logprobs, bit for bit, alone and in any batch. It is also the fastest way on a CPU: one row fits in its caches.
+What a row gives depends on that row alone, and every sum runs in a fixed order, so that a row gives the same token and
+the same logprobs, bit for bit, alone and in any batch, with any number of threads.
 """
 
 import math
@@ -9,8 +9,11 @@ import math
 import torch
 from torch import Tensor
 
-# Below this a float32 temperature is zero: dividing by it could make 0 / 0.
+# Below this a temperature counts as 0: dividing by it in float32 could make 0 / 0.
 SMALLEST_TEMPERATURE = torch.finfo(torch.float32).tiny
+
+# Drawing goes through so many logits at once: what is computed of them stays in a core's cache.
+TILE = 1 << 16
 
 
 def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniform: Tensor) -> Tensor:
@@ -26,68 +29,67 @@ def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, mi
     Args:
         logits: [N, V] float32; not changed.
         temperature: [N] float, >= 0. Logits are divided by it.
-        top_k: [N] int64. Keeps the k largest logits and all that are equal to the smallest of them; 0 keeps all.
-        top_p: [N] float, above 0. Keeps the fewest most likely tokens whose probabilities add up to at least this,
-            lower ids first among equals ("nucleus sampling", Holtzman et al. 2019); 1 keeps all.
-        min_p: [N] float, 0 to 1. Keeps tokens at least this many times as likely as the most likely one (Nguyen et
-            al. 2024); 0 keeps all.
+        top_k: [N] int64. Keeps the k most likely tokens; 0 keeps all.
+        top_p: [N] float, above 0. Keeps the fewest most likely tokens whose probabilities add up to at least this
+            (nucleus sampling, Holtzman et al. 2020); 1 keeps all.
+        min_p: [N] float, 0 to 1. Keeps the tokens that are at least this many times as likely as the most likely one
+            (Nguyen et al. 2024); 0 keeps all.
         uniform: [N] float64, in [0, 1).
+        Tokens exactly as likely as the last one that top_k or top_p keeps are kept too.
 
     Returns:
         [N] int64 token ids.
     """
-    best, tokens = logits.max(dim=-1)  # of several largest, the first; a NaN counts as the largest
+    best, tokens = logits.max(-1)  # of several largest the first; a NaN counts as the largest
     if not best.isfinite().all():
         logits = _without_nan(logits)
-        best, tokens = logits.max(dim=-1)
-    drawn = ((temperature >= SMALLEST_TEMPERATURE) & best.isfinite()).nonzero().squeeze(-1).tolist()
-    if drawn:
-        settings = [p.tolist() for p in (temperature, top_k, top_p, min_p, uniform)]
-        for row in drawn:
-            tokens[row] = _draw(logits[row], best[row], *(column[row] for column in settings))
+        best, tokens = logits.max(-1)
+    drawn = ((temperature >= SMALLEST_TEMPERATURE) & best.isfinite()).nonzero().squeeze(-1)
+    for rows in torch.split(drawn, max(1, TILE // logits.shape[1])):
+        if len(rows):
+            settings = (x[rows, None] for x in (best, temperature, top_k, top_p, min_p, uniform))
+            tokens[rows] = _draw(logits.index_select(0, rows), *settings)
     return tokens
 
 
 def _draw(
-    logits: Tensor, best: Tensor, temperature: float, top_k: int, top_p: float, min_p: float, uniform: float
-) -> int:
-    """One draw from `logits` [V], of which `best` is the largest and finite."""
-    ids = None  # the tokens still kept, in rising order; None for all
-    if 0 < top_k < len(logits):
-        ids = _top_k(logits, top_k)
-        logits = logits[ids]
-    # The logarithm of each probability as a share of the largest: at most 0, so that exp() cannot overflow.
-    scores = (logits - best) / temperature
-    if top_p < 1:
-        kept = _nucleus(scores, top_p)
-        scores, ids = scores[kept], kept if ids is None else ids[kept]
-    if min_p > 0:
-        kept = (scores >= math.log(min_p)).nonzero().squeeze(-1)
-        scores, ids = scores[kept], kept if ids is None else ids[kept]
+    logits: Tensor, best: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniform: Tensor
+) -> Tensor:
+    """One draw from each row of `logits` [n, V], with settings [n, 1]; `best` is each row's largest logit, finite."""
+    # Each token's probability as a share of the most likely one's. No exponent is above 0, so nothing can overflow.
+    shares = ((logits - best) / temperature.float()).exp_()
+    top_k = top_k.where(top_k < logits.shape[1], 0)
+    if top_k.any():
+        largest = logits.topk(int(top_k.max())).values
+        _keep(shares, logits, largest.gather(-1, (top_k - 1).clamp(min=0)).where(top_k > 0, -math.inf))
+    if (top_p < 1).any():
+        _keep(shares, shares, _least_of_nucleus(shares, top_p))
+    if min_p.any():
+        _keep(shares, shares, min_p.float())
     # In float64 `uniform * total` is below the total for every uniform below 1, so that a token is always found; and
-    # the sum exceeds it for the first time at a token of probability above 0.
-    cumulative = scores.exp().cumsum(0, dtype=torch.float64)
-    place = int(torch.searchsorted(cumulative, uniform * cumulative[-1], right=True))
-    return place if ids is None else int(ids[place])
+    # the sum exceeds it for the first time at a token whose share is not 0.
+    cumulative = shares.cumsum(-1, dtype=torch.float64)
+    return torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True).squeeze(-1)
 
 
-def _top_k(values: Tensor, k: int) -> Tensor:
-    """The places in `values` [V] of the k largest and of all that equal the smallest of them, in rising order."""
-    return (values >= values.topk(k).values[-1]).nonzero().squeeze(-1)
+def _keep(shares: Tensor, values: Tensor, least: Tensor) -> None:
+    """Sets to 0 all of `shares` [n, V] whose `values` [n, V] are below `least` [n, 1]."""
+    shares.mul_(torch.ge(values, least, out=torch.empty_like(shares)))  # on a CPU booleans are several times slower
 
 
-def _nucleus(scores: Tensor, top_p: float) -> Tensor:
-    """The places in `scores` [V] (log-probabilities but for a constant) of the top_p nucleus, in rising order."""
-    shares = scores.exp()
-    total = shares.cumsum(0, dtype=torch.float64)[-1]  # not sum(), which adds in an order that depends on the threads
-    # Tokens of less than this share hold less than 1 - top_p all together, so that the nucleus needs none of them (half
-    # of it, to be safe from rounding). Unless the distribution is flat, few are left to sort.
-    least = (1 - top_p) * total / (2 * len(shares))
-    candidates = (shares >= least).nonzero().squeeze(-1)
-    falling = candidates[scores[candidates].argsort(descending=True, stable=True)]
-    cumulative = shares[falling].cumsum(0, dtype=torch.float64)
-    count = int(torch.searchsorted(cumulative, top_p * total)) + 1
-    return falling[:count].sort().values
+def _least_of_nucleus(shares: Tensor, top_p: Tensor) -> Tensor:
+    """The share [n, 1] of the least likely token that top_p [n, 1] keeps of each row of `shares` [n, V]."""
+    least = torch.zeros_like(top_p, dtype=shares.dtype)
+    for row in (top_p < 1).nonzero()[:, 0].tolist():
+        p, all_shares = float(top_p[row]), shares[row]
+        total = float(all_shares.cumsum(0, dtype=torch.float64)[-1])  # sum() would add in an order of its own
+        # Tokens of less than this share hold less than 1 - p all together, so that the nucleus needs none of them (half
+        # of it, to be safe from rounding). Unless the distribution is flat, few are left to sort.
+        candidates = all_shares.masked_select(all_shares >= (1 - p) * total / (2 * len(all_shares)))
+        falling = candidates.sort(descending=True).values
+        place = int(torch.searchsorted(falling.cumsum(0, dtype=torch.float64), p * total))
+        least[row] = falling[min(place, len(falling) - 1)]
+    return least
 
 
 def logprobs(logits: Tensor, token_ids: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -117,7 +119,8 @@ def logprobs(logits: Tensor, token_ids: Tensor, top: int) -> tuple[Tensor, Tenso
         logs = values if values.max() == -math.inf else values.log_softmax(0)
         chosen[row] = logs[token_ids[row]]
         if top:
-            largest = _top_k(values, top)
+            # topk() picks at will among equals; the lower ids are wanted.
+            largest = (values >= values.topk(top).values[-1]).nonzero().squeeze(-1)
             top_ids[row] = largest[values[largest].argsort(descending=True, stable=True)[:top]]
             top_values[row] = logs[top_ids[row]]
     return chosen, top_values, top_ids
