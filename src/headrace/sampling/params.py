@@ -1,6 +1,6 @@
 """What a user may ask of sampling, under vLLM's names, and what the worker needs of it for one token."""
 
-import math
+import reprlib
 from dataclasses import dataclass, field
 
 from headrace.errors import RequestError
@@ -8,6 +8,7 @@ from headrace.errors import RequestError
 MAX_N = 128
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024
+MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
 
@@ -18,13 +19,14 @@ class SamplingParams:
 
     n: how many continuations to make of each prompt.
     temperature: logits are divided by it; 0 takes the most likely token every time (greedy).
-    top_k: keep the k most likely tokens; 0 or -1 keeps all.
-    top_p: keep the smallest set of most likely tokens that holds at least this much probability.
+    top_k: keep the k most likely tokens, and all as likely as the last of them; 0 or -1 keeps all.
+    top_p: keep the fewest most likely tokens that hold this much probability, and all as likely as the last of them.
     min_p: keep tokens whose probability is at least this share of the most likely one's.
     seed: makes the draws repeatable; without one each request draws its own.
     max_tokens: the most tokens to generate; None means up to the end of the context.
     min_tokens: no end-of-sequence or stop token is drawn before so many tokens are there.
-    stop: strings that end the output, and are cut from it. They are looked for after `min_tokens` tokens.
+    stop: strings that end the output, and are cut from it. One that is complete within the first `min_tokens` tokens
+        does not count. The one that is complete first decides; among several that end together, the longest.
     stop_token_ids: tokens that end the output.
     include_stop_str_in_output: keep the stop string in the text.
     ignore_eos: go on past the model's end-of-sequence tokens.
@@ -59,20 +61,22 @@ class SamplingParams:
         self._number("temperature", 0.0, 100.0)
         self._integer("top_k", -1, None)
         self._number("top_p", 0.0, 1.0)
-        if self.top_p == 0.0:
+        if self.top_p == 0:
             raise RequestError("top_p must be above 0 and at most 1, not 0", "top_p")
         self._number("min_p", 0.0, 1.0)
         if self.seed is not None:
             self._integer("seed", -(2**63), 2**63 - 1)
         if self.max_tokens is not None:
             self._integer("max_tokens", 1, None)
-        self._integer("min_tokens", 0, self.max_tokens)
+        self._integer("min_tokens", 0, None)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RequestError(f"min_tokens must be at most max_tokens ({_shown(self.max_tokens)})", "min_tokens")
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 self._integer(name, 0, MAX_LOGPROBS)
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
-                raise RequestError(f"{name} must be true or false, not {getattr(self, name)!r}", name)
+                raise RequestError(f"{name} must be true or false, not {_shown(getattr(self, name))}", name)
         self._check_stops()
         self._check_logit_bias()
 
@@ -84,44 +88,74 @@ class SamplingParams:
 
     def _integer(self, name: str, low: int, high: int | None) -> None:
         value = getattr(self, name)
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise RequestError(f"{name} must be an integer, not {value!r}", name)
+        if not _is_integer(value):
+            raise RequestError(f"{name} must be an integer, not {_shown(value)}", name)
         self._range(name, value, low, high)
 
     def _number(self, name: str, low: float, high: float) -> None:
         value = getattr(self, name)
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value):
-            raise RequestError(f"{name} must be a finite number, not {value!r}", name)
+        if not _is_number(value):
+            raise RequestError(f"{name} must be a number, not {_shown(value)}", name)
         self._range(name, value, low, high)
 
     def _range(self, name: str, value: float, low: float, high: float | None) -> None:
-        if value < low or (high is not None and value > high):
+        if not (value >= low and (high is None or value <= high)):  # put so that NaN fails
             wanted = f"at least {low}" if high is None else f"between {low} and {high}"
-            raise RequestError(f"{name} must be {wanted}, not {value}", name)
+            raise RequestError(f"{name} must be {wanted}, not {_shown(value)}", name)
 
     def _check_stops(self) -> None:
-        if self.stop is not None and not isinstance(self.stop, (str, list, tuple)):
-            raise RequestError(f"stop must be a string or a list of strings, not {self.stop!r}", "stop")
+        if self.stop is not None and not isinstance(self.stop, str | list | tuple):
+            raise RequestError(f"stop must be a string or a list of strings, not {_shown(self.stop)}", "stop")
         stops = self.stop_strings
         if len(stops) > MAX_STOP_STRINGS:
             raise RequestError(f"stop takes at most {MAX_STOP_STRINGS} strings, not {len(stops)}", "stop")
         for stop in stops:
             if not isinstance(stop, str) or not stop or len(stop) > MAX_STOP_LENGTH:
-                raise RequestError(f"each stop must be a string of 1 to {MAX_STOP_LENGTH} characters", "stop")
-        for token in self.stop_token_ids or []:
-            if not isinstance(token, int) or isinstance(token, bool) or token < 0:
-                raise RequestError(f"stop_token_ids must be token ids, not {token!r}", "stop_token_ids")
+                raise RequestError(
+                    f"each stop must be a string of 1 to {MAX_STOP_LENGTH} characters, not {_shown(stop)}", "stop"
+                )
+        tokens = self.stop_token_ids
+        if tokens is None:
+            return
+        if not isinstance(tokens, list | tuple):
+            raise RequestError(f"stop_token_ids must be a list of token ids, not {_shown(tokens)}", "stop_token_ids")
+        if len(tokens) > MAX_STOP_TOKEN_IDS:
+            raise RequestError(
+                f"stop_token_ids takes at most {MAX_STOP_TOKEN_IDS} tokens, not {len(tokens)}", "stop_token_ids"
+            )
+        for token in tokens:
+            if not _is_integer(token) or token < 0:
+                raise RequestError(f"stop_token_ids must be token ids, not {_shown(token)}", "stop_token_ids")
 
     def _check_logit_bias(self) -> None:
-        bias = self.logit_bias or {}
+        bias = self.logit_bias
+        if bias is None:
+            return
+        if not isinstance(bias, dict):
+            raise RequestError(f"logit_bias must map token ids to numbers, not be {_shown(bias)}", "logit_bias")
         if len(bias) > MAX_LOGIT_BIAS:
             raise RequestError(f"logit_bias takes at most {MAX_LOGIT_BIAS} tokens, not {len(bias)}", "logit_bias")
         for token, value in bias.items():
-            if not isinstance(token, int) or isinstance(token, bool) or token < 0:
-                raise RequestError(f"logit_bias keys must be token ids, not {token!r}", "logit_bias")
-            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            if not is_number or not -100 <= value <= 100:  # NaN fails the comparison too
-                raise RequestError(f"logit_bias values must be between -100 and 100, not {value!r}", "logit_bias")
+            if not _is_integer(token) or token < 0:
+                raise RequestError(f"logit_bias keys must be token ids, not {_shown(token)}", "logit_bias")
+            if not _is_number(value) or not -100 <= value <= 100:  # NaN fails the comparison too
+                raise RequestError(f"logit_bias values must be between -100 and 100, not {_shown(value)}", "logit_bias")
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _shown(value: object) -> str:
+    """A value for an error message, shortened."""
+    try:
+        return reprlib.repr(value)
+    except ValueError:  # an integer of more than 4300 digits, which Python does not print
+        return f"a huge {type(value).__name__}"
 
 
 @dataclass(slots=True)
@@ -143,7 +177,7 @@ class SampleRequest:
 
 @dataclass(slots=True)
 class TokenLogprob:
-    """A token, its natural-log probability under the model (before bias, temperature and filters), and the most likely ones.
+    """A token, its natural-log probability under the model (before bias, temperature and filters), and the likeliest.
 
     top: (token id, logprob), most likely first; equal ones by lower id first.
     """

@@ -1,0 +1,74 @@
+"""One step's sampling: a row of logits and a request in, a token (and its logprobs, where asked for) out."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from headrace.ops.reference import Ops
+from headrace.sampling.params import SampledToken, SampleRequest, TokenLogprob
+from headrace.sampling.random import uniform
+
+
+def sample_tokens(ops: Ops, logits: Tensor, requests: list[SampleRequest]) -> list[SampledToken]:
+    """Draws a token for each request from its row of `logits` [N, V] float32, which stay as they are.
+
+    Logprobs are those of the model itself: before bias, forbidden tokens, temperature and filters. If all tokens are
+    forbidden, or have no finite logit, token 0 comes out.
+    """
+    if not requests:
+        return []
+    vocabulary = logits.shape[1]
+    params = [r.params for r in requests]
+    draws = [uniform(r.seed, r.index, r.position) if r.params.temperature else 0.0 for r in requests]
+
+    def column(values: list[float] | list[int], dtype: torch.dtype = torch.float64) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=logits.device)
+
+    tokens = ops.sample(
+        _adjusted(logits, requests),
+        column([p.temperature for p in params]),
+        column([min(max(p.top_k, 0), vocabulary) for p in params], torch.int64),
+        column([p.top_p for p in params]),
+        column([p.min_p for p in params]),
+        column(draws),
+    )
+    sampled = [SampledToken(token) for token in tokens.tolist()]
+    rows = [row for row, p in enumerate(params) if p.logprobs is not None]
+    if rows:
+        # Most often every row or none has asked; then the logits need no copy.
+        some = slice(None) if len(rows) == len(requests) else rows
+        most = max(params[row].logprobs or 0 for row in rows)
+        for row, report in zip(rows, _report(ops, logits[some], tokens[some], most), strict=True):
+            report.top = report.top[: params[row].logprobs]
+            sampled[row].logprob = report
+    return sampled
+
+
+def prompt_logprobs(ops: Ops, logits: Tensor, next_ids: list[int], top: int) -> list[TokenLogprob]:
+    """The logprob of each prompt token that follows a row of `logits` [N, V] float32, with the `top` most likely."""
+    return _report(ops, logits, torch.tensor(next_ids, dtype=torch.int64, device=logits.device), top)
+
+
+def _report(ops: Ops, logits: Tensor, token_ids: Tensor, top: int) -> list[TokenLogprob]:
+    chosen, top_values, top_ids = ops.logprobs(logits, token_ids, top)
+    rows = zip(token_ids.tolist(), chosen.tolist(), top_ids.tolist(), top_values.tolist(), strict=True)
+    return [TokenLogprob(token, value, list(zip(ids, values, strict=True))) for token, value, ids, values in rows]
+
+
+def _adjusted(logits: Tensor, requests: list[SampleRequest]) -> Tensor:
+    """`logits` with the requests' biases added and their forbidden tokens at -inf: a copy, if there are any."""
+    changes = [
+        (row, token, amount)
+        for row, request in enumerate(requests)
+        for token, amount in [
+            *(request.params.logit_bias or {}).items(),
+            *((token, -math.inf) for token in request.forbidden),
+        ]
+    ]
+    if not changes:
+        return logits
+    rows, tokens, amounts = zip(*changes, strict=True)
+    amount = torch.tensor(amounts, dtype=logits.dtype, device=logits.device)
+    places = torch.tensor(rows, device=logits.device), torch.tensor(tokens, device=logits.device)
+    return logits.index_put(places, amount, accumulate=True)
