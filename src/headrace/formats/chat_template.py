@@ -21,7 +21,7 @@ from headrace.errors import ModelError, RequestError
 MAX_OUTPUT_CHARACTERS = 16 * 2**20
 
 # Ends the final message while it is being continued; a noncharacter, which no text should hold.
-_END = "\ufdd1"
+_END = "\ufdd2"
 
 
 class ChatTemplate:

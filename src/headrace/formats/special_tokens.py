@@ -18,8 +18,8 @@ from tokenizers import normalizers
 
 from headrace.errors import RequestError
 
-# A noncharacter: it stands for nothing, and text that is exchanged should not hold it.
-MARKER = "\ufdd0"
+# Two noncharacters: they stand for nothing, and text that is exchanged should not hold them, least of all in a row.
+MARKER = "\ufdd0\ufdd1"
 
 # Templates compare these strings with their own; half a special token in one of them is no attack.
 _WORDS = frozenset({"role", "type"})
@@ -47,20 +47,26 @@ class SpecialTokenGuard:
 
     def mark(self, value: Any) -> Any:
         """A copy of JSON-like `value` in which no string, nor strings side by side, spell a special token."""
-        if isinstance(value, str):
-            return self._mark_end(self._mark_within(value))
-        if isinstance(value, Mapping):
-            return {self._mark_key(key): self._mark_item(key, item) for key, item in value.items()}
-        if isinstance(value, list | tuple):
-            return [self.mark(item) for item in value]
-        if value is None or isinstance(value, bool | int | float):
-            return value
-        raise RequestError(f"messages must be made of JSON values, not {type(value).__name__}", "messages")
+        try:
+            return self._mark(value)
+        except RecursionError:
+            raise RequestError("messages are nested too deeply", "messages") from None
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a rendered prompt that holds markers, which leave no trace."""
         text = text.replace(json.dumps(MARKER)[1:-1], MARKER)  # a template may have escaped it, as JSON in ASCII
         return self._marker_free_backend.encode(text, add_special_tokens=False).ids
+
+    def _mark(self, value: Any) -> Any:
+        if isinstance(value, str):
+            return self._mark_end(self._mark_within(value))
+        if isinstance(value, Mapping):
+            return {self._mark_key(key): self._mark_item(key, item) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [self._mark(item) for item in value]
+        if value is None or isinstance(value, bool | int | float):
+            return value
+        raise RequestError(f"messages must be made of JSON values, not {type(value).__name__}", "messages")
 
     def _mark_key(self, key: Any) -> str:
         if not isinstance(key, str):
@@ -68,7 +74,7 @@ class SpecialTokenGuard:
         return self._mark_within(key)
 
     def _mark_item(self, key: str, item: Any) -> Any:
-        return self._mark_within(item) if key in _WORDS and isinstance(item, str) else self.mark(item)
+        return self._mark_within(item) if key in _WORDS and isinstance(item, str) else self._mark(item)
 
     def _mark_within(self, text: str) -> str:
         """A marker after the first character of every special token's text, wherever they overlap."""
