@@ -1,6 +1,5 @@
 """How much memory there is for the KV cache."""
 
-import os
 from pathlib import Path
 
 import psutil
@@ -20,11 +19,3 @@ def available_memory() -> int:
         except (OSError, ValueError):  # no such control group, or its limit is "max"
             continue
     return max(0, int(free))
-
-
-def available_cores() -> int:
-    """Cores that this process may run on."""
-    try:
-        return len(os.sched_getaffinity(0))
-    except AttributeError:  # not Linux
-        return os.cpu_count() or 1

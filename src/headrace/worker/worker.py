@@ -11,7 +11,7 @@ from headrace.models.loader import load_decoder
 from headrace.ops import create_ops
 from headrace.ops.reference import KVCache, RaggedBatch
 from headrace.sampling.sampler import prompt_logprobs, sample_tokens
-from headrace.worker.memory import available_cores, available_memory
+from headrace.worker.memory import available_memory
 from headrace.worker.step import SequenceStep, StepPlan, StepResult
 
 logger = logging.getLogger(__name__)
@@ -29,7 +29,8 @@ class Worker:
 
     def __init__(self, config: EngineConfig, checkpoint: Checkpoint) -> None:
         self.config = config
-        torch.set_num_threads(config.threads or available_cores())
+        if config.threads is not None:
+            torch.set_num_threads(config.threads)
         self.ops = create_ops(config.backend)
         dtype = DTYPES[config.dtype]
         with torch.inference_mode():
