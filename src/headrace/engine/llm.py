@@ -144,6 +144,8 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or several, told apart: a text is one prompt, and so is a list of token ids."""
     if isinstance(prompts, str):
         return [prompts]
+    if not isinstance(prompts, Iterable):
+        raise RequestError(f"prompts must be a text, token ids, or a list of them, not {prompts!r:.80}", "prompt")
     batch = list(prompts)
     if batch and all(isinstance(p, int) for p in batch):
         return [batch]  # type: ignore[list-item]  # a list of ids
