@@ -1,6 +1,6 @@
 """`LLM`: the engine in the caller's own process, for programs that have a list of prompts."""
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from typing import Any
 
 from tqdm import tqdm
