@@ -15,7 +15,7 @@ help: ## show this
 	@sed -n 's/^\([a-z]*\):.*## /make \1|/p' Makefile | column -t -s '|'
 
 serve: $(VENV)/.installed ## serve the default model (or MODEL=...) on 127.0.0.1:8000; installs what is needed first
-	@exec $(BIN)/headrace serve $(MODEL)
+	@exec $(BIN)/headrace serve $(MODEL) $(ARGS)
 
 test: lint ## lint, type check, import rules, and all tests
 	$(BIN)/pytest $(ARGS)
