@@ -19,7 +19,7 @@ MAX_TOKENIZER_BYTES = 512 * 2**20
 MAX_SETTINGS_BYTES = 64 * 2**20
 MAX_TEMPLATE_BYTES = 2**20
 
-# The names under which chat templates know special tokens.
+# The usual names; a model may have others of its own.
 NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -33,7 +33,7 @@ def load_tokenizer(directory: Path) -> Tokenizer:
     named = _named_tokens(directory / SETTINGS, settings)
     backend = _backend(directory)
     _add_tokens(backend, directory / SETTINGS, settings, named)
-    special_tokens = {name: str(named[name]) for name in NAMES if name in named}
+    special_tokens = {name: token.content for name, token in named.items()}
     if settings.get("add_bos_token") is True and "bos_token" in special_tokens:
         _add_bos(backend, special_tokens["bos_token"])
     try:
