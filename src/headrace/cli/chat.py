@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from headrace.cli.generate import SAMPLING_FLAGS, sampling_params
-from headrace.cli.settings import add_engine_flags, add_flags, engine_and_server_config, fetch_default
+from headrace.cli.settings import add_engine_flags, add_flags, engine_and_server_config
 from headrace.errors import RequestError
 from headrace.sampling.params import SamplingParams
 
@@ -61,7 +61,6 @@ def add_to(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     engine_config, _ = engine_and_server_config(args)
-    fetch_default(engine_config)
 
     from headrace.engine.llm import LLM
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headrace.cli.settings import add_engine_flags, add_flags, engine_and_server_config, fetch_default, given
+from headrace.cli.settings import add_engine_flags, add_flags, engine_and_server_config, given
 from headrace.errors import ConfigError
 from headrace.sampling.params import SamplingParams
 
@@ -71,7 +71,6 @@ def run(args: argparse.Namespace) -> int:
     prompts = read_prompts(args)
     if args.stream and (len(prompts) > 1 or args.json):
         raise ConfigError("--stream works for one prompt and without --json")
-    fetch_default(engine_config)
 
     from headrace.engine.llm import LLM
 

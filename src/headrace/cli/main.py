@@ -49,7 +49,8 @@ files:
 class Parser(argparse.ArgumentParser):
     """argparse's parser with a layout for manual pages, which suggests the flag that was perhaps meant.
 
-    rest: the name of the argument that takes words found after the flags (argparse gives it only those before them).
+    rest: the name of the argument that takes all words but flags and their values, and everything after `--`. (argparse
+        itself takes the words up to the first flag only.)
     """
 
     def __init__(self, rest: str | None = None, **kwargs: Any) -> None:
@@ -57,14 +58,18 @@ class Parser(argparse.ArgumentParser):
         self.rest = rest
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        plain: list[str] = []
+        if self.rest is not None and "--" in args:
+            end = args.index("--")
+            args, plain = args[:end], args[end + 1 :]
         parsed, extra = super().parse_known_args(args, namespace)
         unknown = [word for word in extra if word.startswith("-") or self.rest is None]
         if unknown:
             flag = unknown[0].split("=")[0]
             near = difflib.get_close_matches(flag, re.findall(r"--[\w-]+", self.format_help()), n=1)
             self.error(f"unknown argument {flag}" + (f": did you mean {near[0]}?" if near else ""))
-        if extra and self.rest is not None:
-            setattr(parsed, self.rest, [*getattr(parsed, self.rest), *extra])
+        if self.rest is not None:
+            setattr(parsed, self.rest, [*getattr(parsed, self.rest), *extra, *plain])
         return parsed, []
 
     def error(self, message: str) -> NoReturn:
@@ -75,7 +80,7 @@ class Parser(argparse.ArgumentParser):
 def build_parser() -> Parser:
     parser = Parser(prog="headrace", usage="headrace COMMAND [arguments]", description=DESCRIPTION, epilog=EXAMPLES)
     parser.add_argument("--version", action="version", version=f"headrace {__version__}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, prog="headrace")
     for command in (serve, chat, generate):
         command.add_to(commands)
     return parser

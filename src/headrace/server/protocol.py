@@ -12,12 +12,11 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 from pydantic_core import ErrorDetails, PydanticCustomError
 
-from headrace.sampling.params import MAX_LOGPROBS, MAX_N
+from headrace.sampling.params import MAX_LOGPROBS
 from headrace.server.errors import ApiError
 
 MAX_MESSAGES = 4096
 MAX_PARTS = 1024
-MAX_STOP_TOKENS = 1024
 MAX_PROMPTS = 1024
 
 Neutral = dict[str, tuple[Any, ...]]
@@ -109,15 +108,15 @@ class GenerationBody(Body):
     model: Annotated[str, Field(min_length=1)]
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    n: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
+    n: int | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
     seed: int | None = None
-    stop: str | Annotated[list[str], Field(fail_fast=True, max_length=MAX_STOP_TOKENS)] | None = None
-    stop_token_ids: Annotated[list[int], Field(fail_fast=True, max_length=MAX_STOP_TOKENS)] | None = None
+    stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
+    stop_token_ids: Annotated[list[int], Field(fail_fast=True)] | None = None
     min_tokens: int | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None

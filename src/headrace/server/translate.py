@@ -135,6 +135,7 @@ def check_context(engine: "AsyncEngine", ids: list[int], max_tokens: int | None,
     if len(ids) + (max_tokens or 1) > limit:
         wanted = f" and max_tokens asks for {max_tokens} more" if max_tokens else ""
         message = f"the context of this model is {limit} tokens, but the prompt has {len(ids)} tokens{wanted}"
+        param = "max_tokens" if len(ids) < limit else param
         raise ApiError(400, message, param=param, code="context_length_exceeded")
 
 

@@ -1,0 +1,127 @@
+"""Clients that leave, engines that fail."""
+
+import json
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from helpers.http_server import RunningServer, running_server
+
+ENDLESS = {"model": "T0", "prompt": "x", "max_tokens": 500, "ignore_eos": True}
+
+
+def send(server: RunningServer, body: dict[str, Any]) -> socket.socket:
+    """A connection over which a completion was asked for, and nothing read yet."""
+    data = json.dumps(body).encode()
+    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head += f"Content-Length: {len(data)}\r\n\r\n"
+    connection = socket.create_connection(("127.0.0.1", httpx.URL(server.url).port or 0))
+    connection.sendall(head.encode() + data)
+    return connection
+
+
+def wait_until_running(server: RunningServer) -> None:
+    deadline = time.monotonic() + 10
+    while server.engine.stats().running == 0:
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+@pytest.mark.parametrize("change", [{}, {"stream": True}, {"n": 4}, {"prompt": ["x", "y"], "n": 2, "stream": True}])
+def test_a_client_that_leaves_stops_the_work(server: RunningServer, change: dict[str, Any]) -> None:
+    server.wait_until_idle()
+    before = server.engine.stats().num_steps
+    with send(server, ENDLESS | change) as connection:
+        wait_until_running(server)
+        if change.get("stream"):
+            assert connection.recv(1000).startswith(b"HTTP/1.1 200")
+    server.wait_until_idle(seconds=2)
+    assert server.engine.stats().num_steps - before < 400  # it did not just run to its end
+    assert server.post("completions", model="T0", prompt="x", max_tokens=1).status_code == 200
+
+
+def test_a_client_that_leaves_within_its_body(server: RunningServer) -> None:
+    connection = socket.create_connection(("127.0.0.1", httpx.URL(server.url).port or 0))
+    connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+    connection.close()
+    assert server.http.get("/health").status_code == 200
+
+
+def test_streams_share_the_engine(server: RunningServer) -> None:
+    """A short request gets through while a long one runs."""
+    with send(server, ENDLESS | {"stream": True}):
+        wait_until_running(server)
+        answer = server.post("completions", model="T0", prompt="y", max_tokens=2)
+        assert answer.status_code == 200
+        assert server.engine.stats().running > 0
+    server.wait_until_idle(seconds=2)
+
+
+def test_long_prompts_do_not_block_others(server: RunningServer) -> None:
+    """Tokenizing 1 MB takes a while; /health must not wait for it."""
+    responses: list[httpx.Response] = []
+
+    def post() -> None:
+        responses.append(
+            httpx.post(f"{server.url}/v1/completions", json={"model": "T0", "prompt": "word " * 200_000}, timeout=60)
+        )
+
+    thread = threading.Thread(target=post)
+    thread.start()
+    slowest = 0.0
+    while thread.is_alive():
+        begin = time.monotonic()
+        assert server.http.get("/health").status_code == 200
+        slowest = max(slowest, time.monotonic() - begin)
+    thread.join()
+    assert responses[0].status_code == 400
+    assert responses[0].json()["error"]["code"] == "context_length_exceeded"
+    assert slowest < 1
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_dead_engine_is_told(t0_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with running_server(t0_directory) as failing:
+        steps = 0
+        step = failing.engine._engine.step
+
+        def break_down() -> Any:
+            nonlocal steps
+            steps += 1
+            if steps > 3:
+                raise RuntimeError("a fault in the engine")
+            return step()
+
+        monkeypatch.setattr(failing.engine._engine, "step", break_down)
+        response = failing.post("completions", **ENDLESS, stream=True)
+        assert response.status_code == 200
+        *_, error, done = response.content.decode().removesuffix("\n\n").split("\n\n")
+        assert done == "data: [DONE]"
+        assert json.loads(error.removeprefix("data: "))["error"]["type"] == "server_error"
+        for response in (failing.http.get("/health"), failing.post("completions", **ENDLESS)):
+            assert response.status_code == 503
+            assert response.json()["error"]["type"] == "server_error"
+        assert failing.post("completions", **ENDLESS, stream=True).status_code == 503
+
+
+def test_an_unforeseen_fault_is_a_500_with_an_id(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise ZeroDivisionError("a fault of ours")
+
+    monkeypatch.setattr(server.engine.tokenizer, "encode", fail)
+    response = server.post("completions", model="T0", prompt="x")
+    assert response.status_code == 500
+    error = response.json()["error"]
+    assert error["type"] == "server_error"
+    assert response.headers["x-request-id"] in error["message"]
+    assert "ours" not in error["message"]
+    [record] = [r for r in caplog.records if response.headers["x-request-id"] in r.getMessage()]
+    assert record.exc_info is not None
+    assert record.exc_info[0] is ZeroDivisionError
