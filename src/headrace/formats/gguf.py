@@ -247,10 +247,7 @@ class _Header:
         """Moves on by `count` bytes; returns where they start."""
         start, end = self.position, self.position + count
         if end > len(self.data):
-            self._fault(
-                f"is cut short or damaged: it ends within {what}, which needs a file of at least {end} bytes; "
-                f"this one has {len(self.data)}"
-            )
+            self._cut_short(f"{what} needs a file of at least {end} bytes")
         if end > MAX_HEADER_BYTES:
             self._fault(f"has a header of more than {MAX_HEADER_BYTES} bytes, by its {what}")
         self.position = end
@@ -258,12 +255,9 @@ class _Header:
 
     def _expect(self, count: int, least_bytes: int, weight: int, what: str) -> None:
         """Checks a number of things to come, of at least so many bytes each, before room is made for them."""
-        left = len(self.data) - self.position
-        if count * least_bytes > left:
-            self._fault(
-                f"is cut short or damaged: {count} {what} need at least {count * least_bytes} more bytes, "
-                f"and {left} of its {len(self.data)} are left"
-            )
+        end = self.position + count * least_bytes
+        if end > len(self.data):
+            self._cut_short(f"{count} {what} need a file of at least {end} bytes")
         self.weight += count * weight
         if self.weight > MAX_HEADER_STRINGS:
             self._fault(f"has too large a header: {count} {what}")
@@ -316,11 +310,11 @@ class _Header:
 
         last = max(tensors.values(), key=lambda tensor: tensor.end, default=None)
         if last is not None and last.end > len(self.data):
-            self._fault(
-                f"is cut short or damaged: {last.end} bytes expected, up to the end of tensor {quoted(last.name)}; "
-                f"it has {len(self.data)}"
-            )
+            self._cut_short(f"{last.end} bytes expected, up to the end of tensor {quoted(last.name)}")
         return tensors
+
+    def _cut_short(self, why: str) -> NoReturn:
+        self._fault(f"is cut short or damaged: {why}; it has {len(self.data)}")
 
     def _fault(self, what: str) -> NoReturn:
         raise ModelError(f"{self.path}: {what}")

@@ -237,9 +237,15 @@ def _bpe(vocabulary: GGUFVocabulary, merges: Sequence[tuple[str, str]], **settin
 
 def _add_marked_tokens(tokenizer: tokenizers.Tokenizer, vocabulary: GGUFVocabulary) -> None:
     """Lets control tokens be special, and those that the model's makers defined be found in the text as a whole."""
-    for types, special in (((UNKNOWN, CONTROL), True), ((USER_DEFINED,), False)):
+
+    def add(types: tuple[int, ...], special: bool, normalized: bool) -> None:
         texts = [vocabulary.tokens[token] for token in np.flatnonzero(np.isin(vocabulary.types, types))]
-        tokenizer.add_tokens([AddedToken(text, special=special, normalized=False) for text in texts if text])
+        tokenizer.add_tokens([AddedToken(text, special=special, normalized=normalized) for text in texts if text])
+
+    add((UNKNOWN, CONTROL), special=True, normalized=False)
+    # SentencePiece looks for defined tokens where spaces are marks already, and takes a mark in the text for a space.
+    # Not so where normalizing puts a mark in front as well, since the library would put it before the tokens too.
+    add((USER_DEFINED,), special=False, normalized=isinstance(tokenizer.normalizer, normalizers.Replace))
 
 
 def _add_ends(tokenizer: tokenizers.Tokenizer, vocabulary: GGUFVocabulary, add_bos: bool) -> None:
