@@ -46,6 +46,18 @@ class Tokenizer:
         """One more than the highest token id, added tokens counted. A model may have more rows than that."""
         return max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
+    @cached_property
+    def byte_ids(self) -> frozenset[int]:
+        """The tokens that stand for one byte each where the vocabulary lacks a character ("byte fallback").
+
+        Each row of them is decoded by itself: as UTF-8, or if it is none, to a U+FFFD for each byte. Empty for
+        byte-level tokenizers, which decode the bytes of all tokens together.
+        """
+        if "ByteFallback" not in self._decoder:
+            return frozenset()
+        ids = (self._backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
+        return frozenset(i for i in ids if i is not None)
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a prompt. The text of a special token becomes that token: use chats for text of others.
 
