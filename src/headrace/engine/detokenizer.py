@@ -3,14 +3,16 @@
 import copy
 from collections import deque
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Protocol
 
 from headrace.sampling.params import SamplingParams
 
-# A token is decoded together with some before it: when there are more than WINDOW, the last KEPT stay. The least that
-# decoding right takes is one token that is not the first of a text, and the three bytes before the next character.
-WINDOW = 16
-KEPT = 8
+# A token is decoded together with some before it: when there are more than WINDOW, the last KEPT stay. Their text must
+# go on as if all were there, for which a token that is not the first of a text is enough, or in byte-level vocabularies
+# as many bytes as a character may have.
+WINDOW = 12
+KEPT = 6
 
 # In a row of byte tokens, stop strings are looked for with every byte up to this number of tokens in the window.
 LONGEST_PREVIEW = 64
@@ -22,13 +24,12 @@ class Decoder(Protocol):
     """What is needed of `headrace.formats.tokenizer.Tokenizer`, which see."""
 
     @property
-    def vocab_size(self) -> int: ...
-
-    @property
     def special_ids(self) -> frozenset[int]: ...
 
     @property
     def byte_ids(self) -> frozenset[int]: ...
+
+    def has_token(self, token_id: int) -> bool: ...
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
 
@@ -151,9 +152,8 @@ class _IncrementalDecoder:
 
     def _is_silent(self, token_id: int) -> bool:
         """Whether a token is no part of any text: a special one that is skipped, or an id without a token."""
-        if self._skip_special_tokens and token_id in self._tokenizer.special_ids:
-            return True
-        return token_id >= self._tokenizer.vocab_size or not self._decode([token_id, token_id])
+        skipped = self._skip_special_tokens and token_id in self._tokenizer.special_ids
+        return skipped or not self._tokenizer.has_token(token_id)
 
     def _decode(self, token_ids: list[int]) -> str:
         return self._tokenizer.decode(token_ids, self._skip_special_tokens)
@@ -161,8 +161,6 @@ class _IncrementalDecoder:
 
 class _StopStrings:
     """Finds the first of several strings in a text that comes in pieces, and holds back what may be part of one.
-
-    Takes time in proportion to the text, whatever the strings are (Aho & Corasick, "Efficient string matching", 1975).
 
     found: the string that was found.
     held: the end of the text so far that has not been given out.
@@ -173,55 +171,72 @@ class _StopStrings:
         self.found: str | None = None
         self.held = ""
         self._include = include
-        # A tree of all beginnings of the strings. State 0 is the empty one; the state after a text is the longest
-        # beginning with which it ends.
+        self._tree = _stop_tree(tuple(strings))
         self._state = 0
-        self._next: list[dict[str, int]] = [{}]
-        self._depth = [0]
-        self._ending: list[str | None] = [None]  # the longest string that ends here
-        for string in strings:
-            state = 0
-            for character in string:
-                if character not in self._next[state]:
-                    self._next[state][character] = len(self._next)
-                    self._next.append({})
-                    self._depth.append(self._depth[state] + 1)
-                    self._ending.append(None)
-                state = self._next[state][character]
-            self._ending[state] = string
-        # Where to go on from a state that does not go on: the longest beginning with which its own text ends, itself
-        # not counted. Those of shorter texts are needed for those of longer ones.
-        self._fallback = [0] * len(self._next)
-        queue = deque(self._next[0].values())
-        while queue:
-            state = queue.popleft()
-            for character, child in self._next[state].items():
-                self._fallback[child] = self._after(self._fallback[state], character)
-                self._ending[child] = self._ending[child] or self._ending[self._fallback[child]]
-                queue.append(child)
 
     def feed(self, text: str, may_stop: bool) -> str:
         """Takes the next piece of the text. Returns what can be given out: up to a string, if one is found.
 
         may_stop: whether a string counts that ends within this piece.
         """
+        tree = self._tree
         for i, character in enumerate(text):
-            self._state = self._after(self._state, character)
-            ending = self._ending[self._state]
+            self._state = tree.after(self._state, character)
+            ending = tree.ending[self._state]
             if ending is not None and may_stop:
                 self.found = ending
                 text, self.held = self.held + text[: i + 1], ""
                 return text if self._include else text[: -len(ending)]
-        # What ends in a state without a next one cannot grow into a string; what ends in its fallback may.
-        state = self._state
-        while state and not self._next[state]:
-            state = self._fallback[state]
         text = self.held + text
-        certain = len(text) - (0 if self._include else self._depth[state])
+        certain = len(text) - (0 if self._include else tree.growing[self._state])
         self.held = text[certain:]
         return text[:certain]
 
-    def _after(self, state: int, character: str) -> int:
+
+class _StopTree:
+    """All beginnings of some strings as states of an automaton that reads a text in time linear in its length.
+
+    (Aho & Corasick, "Efficient string matching: an aid to bibliographic search", 1975.) State 0 is the empty beginning;
+    the state after a text is the longest beginning with which the text ends.
+
+    ending: for each state the longest of the strings with which its text ends.
+    growing: for each state the length of the longest end of its text that is not all of a string but may become one.
+    """
+
+    def __init__(self, strings: Sequence[str]) -> None:
+        self._next: list[dict[str, int]] = [{}]
+        self.ending: list[str | None] = [None]
+        depth = [0]
+        for string in strings:
+            state = 0
+            for character in string:
+                if character not in self._next[state]:
+                    self._next[state][character] = len(self._next)
+                    self._next.append({})
+                    self.ending.append(None)
+                    depth.append(depth[state] + 1)
+                state = self._next[state][character]
+            self.ending[state] = string
+        self.growing = [length if following else 0 for length, following in zip(depth, self._next, strict=True)]
+        # Where to go on from a state that does not go on: the longest beginning with which its own text ends, itself
+        # not counted. It is shorter, so that going through the states by length finds it done.
+        self._fallback = [0] * len(self._next)
+        queue = deque(self._next[0].values())
+        while queue:
+            state = queue.popleft()
+            self.ending[state] = self.ending[state] or self.ending[self._fallback[state]]
+            self.growing[state] = self.growing[state] or self.growing[self._fallback[state]]
+            for character, child in self._next[state].items():
+                self._fallback[child] = self.after(self._fallback[state], character)
+                queue.append(child)
+
+    def after(self, state: int, character: str) -> int:
         while state and character not in self._next[state]:
             state = self._fallback[state]
         return self._next[state].get(character, 0)
+
+
+@lru_cache(maxsize=8)
+def _stop_tree(strings: tuple[str, ...]) -> _StopTree:
+    """One tree for all sequences of a request: that of the longest stop strings takes some 10 ms."""
+    return _StopTree(strings)

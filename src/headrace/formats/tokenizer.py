@@ -46,6 +46,10 @@ class Tokenizer:
         """One more than the highest token id, added tokens counted. A model may have more rows than that."""
         return max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
+    def has_token(self, token_id: int) -> bool:
+        """Whether an id stands for a token: vocabularies may have gaps, and models more ids than them."""
+        return self._backend.id_to_token(token_id) is not None
+
     @cached_property
     def byte_ids(self) -> frozenset[int]:
         """The tokens that stand for one byte each where the vocabulary lacks a character ("byte fallback").
