@@ -29,9 +29,20 @@ class SequenceStep:
 
 @dataclass(slots=True)
 class StepPlan:
-    """One scheduling step: to the model it is one ragged batch of tokens, whether they come from prompts or not."""
+    """One scheduling step: to the model it is one ragged batch of tokens, whether they come from prompts or not.
+
+    sequences: what is run; it may be none.
+    swap_out: (device block, host block) pairs, to be copied to the host's memory. Before all else: their device blocks
+        may be in use for something else already in this step.
+    swap_in: (device block, host block) pairs, to be copied to the device, once `swap_out` is done.
+    copies: (source, destination) device blocks, to be copied when both are done and before the sequences run: a
+        sequence is about to write into a block that it has shared with others so far (copy-on-write).
+    """
 
     sequences: list[SequenceStep] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    swap_out: list[tuple[int, int]] = field(default_factory=list)
+    swap_in: list[tuple[int, int]] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:
