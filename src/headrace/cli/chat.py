@@ -150,28 +150,27 @@ class Conversation:
     def clear(self) -> None:
         self.history = []
 
-    def prompt_ids(self, text: str) -> list[int]:
-        messages = [*self.first, *self.history, {"role": "user", "content": text}]
+    def prompt_ids(self, text: str, skip: int = 0) -> list[int]:
+        """The prompt for `text`, with the history but for its first `skip` messages."""
+        messages = [*self.first, *self.history[skip:], {"role": "user", "content": text}]
         return self.llm.tokenizer.encode_chat(messages)
 
     def ask(self, text: str) -> Iterator[str]:
         """The answer to `text`, piece by piece. Both are kept, the answer as far as it was made.
 
         Where they do not fit the context any more, with room for an answer, the oldest question and answer go first.
-        Raises RequestError, and keeps nothing, for a text that does not fit by itself.
+        Raises RequestError, and changes nothing, for a text that does not fit by itself.
         """
         limit = self.llm.max_model_len
         room = min(self.params.max_tokens or limit, max(limit // 8, 1))
-        ids = self.prompt_ids(text)
-        dropped = 0
-        while len(ids) + room > limit and self.history:
-            self.history = self.history[2:]
-            dropped += 2
-            ids = self.prompt_ids(text)
+        skip = 0
+        while len(ids := self.prompt_ids(text, skip)) + room > limit and skip < len(self.history):
+            skip += 2
         if len(ids) >= limit:
             raise RequestError(f"this message takes {len(ids)} tokens, and the context has {limit}: make it shorter")
-        if dropped:
-            yield f"(the context is full: the oldest {dropped} messages were left out)\n"
+        if skip:
+            self.history = self.history[skip:]
+            yield f"(the context is full: the oldest {skip} messages were left out)\n"
         params = replace(self.params, max_tokens=min(self.params.max_tokens or limit, limit - len(ids)))
         said = ""
         finish_reason = None
