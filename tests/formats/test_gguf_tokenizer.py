@@ -17,9 +17,10 @@ from sentencepiece import sentencepiece_model_pb2
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from headrace.errors import ModelError, RequestError
+from headrace.formats import gguf_tokenizer
 from headrace.formats.gguf import GGUFFile
 from headrace.formats.gguf_checkpoint import GGUFCheckpoint
-from headrace.formats.gguf_tokenizer import GGUFVocabulary, build_tokenizer
+from headrace.formats.gguf_tokenizer import GGUFVocabulary
 from helpers import model_files
 from helpers.awkward import AWKWARD, CODE, EMOJI, SCRIPTS, WORDS
 
@@ -66,6 +67,10 @@ def write_tokenizer(
     writer.write_kv_data_to_file()
     writer.close()
     return GGUFFile(path)
+
+
+def build_tokenizer(file: GGUFFile) -> Tokenizer:
+    return gguf_tokenizer.build_tokenizer(GGUFVocabulary(file))
 
 
 def transformers_tokenizer(path: Path, cls: Any = transformers.PreTrainedTokenizerFast) -> Any:

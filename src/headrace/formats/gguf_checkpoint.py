@@ -88,7 +88,7 @@ class GGUFCheckpoint(Checkpoint):
         if len(self._sources) < len(sources):
             self._file.fault("has tensors whose names mean the same")
 
-        vocabulary = GGUFVocabulary(self._file)
+        self._vocabulary = vocabulary = GGUFVocabulary(self._file)
         self.config = hf_config(
             self._file,
             sources,
@@ -123,7 +123,7 @@ class GGUFCheckpoint(Checkpoint):
             for key in self._file.metadata
             if key == CHAT_TEMPLATE or key.startswith(CHAT_TEMPLATE + ".")
         }
-        backend, special_tokens = build_tokenizer(self._file), GGUFVocabulary(self._file).special_tokens()
+        backend, special_tokens = build_tokenizer(self._vocabulary), self._vocabulary.special_tokens()
         try:
             return Tokenizer(backend, chat_templates=templates, special_tokens=special_tokens)
         except ModelError as error:
@@ -168,11 +168,7 @@ def _open_parts(path: Path) -> list[GGUFFile]:
     if not path.name.endswith(ending):
         first.fault(f"is part of a model that is split into {count} files; give the first one, NAME{ending}")
     stem = str(path).removesuffix(ending)
-    parts = [first, *(GGUFFile(f"{stem}-{part:05}-of-{count:05}.gguf") for part in range(2, count + 1))]
-    expected, found = first.value("split.tensors.count", int), sum(len(part.tensors) for part in parts)
-    if expected is not None and expected != found:
-        first.fault(f"the {count} files of this model should have {expected} tensors, and have {found}")
-    return parts
+    return [first, *(GGUFFile(f"{stem}-{part:05}-of-{count:05}.gguf") for part in range(2, count + 1))]
 
 
 def _tensors(files: list[GGUFFile]) -> dict[str, GGUFFile]:
@@ -183,4 +179,7 @@ def _tensors(files: list[GGUFFile]) -> dict[str, GGUFFile]:
             if name in tensors:
                 file.fault(f"has the tensor {quoted(name)}, which {tensors[name].path} has too")
             tensors[name] = file
+    count = files[0].value("split.tensors.count", int)
+    if count is not None and count != len(tensors):
+        files[0].fault(f"the {len(files)} files of this model should have {count} tensors, and have {len(tensors)}")
     return tensors

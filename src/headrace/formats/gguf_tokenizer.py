@@ -80,11 +80,12 @@ PRE_TOKENIZERS = {
 
 
 class GGUFVocabulary:
-    """The tokens of a file, checked.
+    """The tokens of a file.
 
-    tokens: their texts, by id; all different but for empty ones.
+    tokens: their texts, by id.
     types: their types, by id.
     special_ids: ids that the metadata names, such as {"bos": 1, "eos": 2}.
+    The constructor and the methods raise ModelError for a file without tokens, or with faulty ones.
     """
 
     def __init__(self, file: GGUFFile) -> None:
@@ -142,13 +143,12 @@ class GGUFVocabulary:
         return token
 
 
-def build_tokenizer(file: GGUFFile) -> tokenizers.Tokenizer:
-    """The tokenizer of a file. Raises ModelError if it has none, or one that is faulty or not supported."""
-    vocabulary = GGUFVocabulary(file)
+def build_tokenizer(vocabulary: GGUFVocabulary) -> tokenizers.Tokenizer:
+    """The tokenizer of a file. Raises ModelError if it is faulty or not supported."""
     builders = {"gpt2": _byte_level, "llama": _sentencepiece}
-    kind = file.required(PREFIX + "model", str)
+    kind = vocabulary.file.required(PREFIX + "model", str)
     if kind not in builders:
-        file.fault(f"has a tokenizer of the kind {quoted(kind)}; supported are {', '.join(builders)}")
+        vocabulary.file.fault(f"has a tokenizer of the kind {quoted(kind)}; supported are {', '.join(builders)}")
     tokenizer, add_bos = builders[kind](vocabulary)
     _add_marked_tokens(tokenizer, vocabulary)
     _add_ends(tokenizer, vocabulary, add_bos)
