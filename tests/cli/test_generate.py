@@ -27,6 +27,17 @@ def test_the_installed_program(t0_directory: Path) -> None:
     assert run.stdout == expected("abc") + "\n"
 
 
+def test_a_reader_that_has_had_enough(t0_directory: Path) -> None:
+    command = [PROGRAM, "generate", t0_directory, "abc", "--max-tokens", "400", "--ignore-eos"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as run:
+        assert run.stdout is not None
+        assert run.stderr is not None
+        run.stdout.read(1)
+        run.stdout.close()
+        assert run.stderr.read() == b""
+    assert run.returncode == 1
+
+
 def test_without_streaming(t0_directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", str(t0_directory), "--no-stream", *GREEDY, "abc"]) == 0
     assert capsys.readouterr().out == expected("abc") + "\n"

@@ -2,11 +2,15 @@
 
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from headrace.config import EngineConfig
+from headrace.server.app import model_names
+from headrace.server.config import ServerConfig
 from helpers.http_server import RunningServer
 
 HI = [{"role": "user", "content": "Hi"}]
@@ -101,3 +105,21 @@ def test_a_character_is_never_split(server: RunningServer) -> None:
     assert "\ufffd" in whole["text"]
     pieces = [chunk["choices"][0]["text"] for chunk in events(server.post("completions", **body, stream=True))]
     assert "".join(pieces) == whole["text"]
+
+
+@pytest.mark.parametrize(
+    ("model", "served_model_name", "names"),
+    [
+        ("default", None, ["SmolLM2-135M-Instruct.Q4_1", "default"]),
+        ("org/name", None, ["org/name"]),
+        ("{tmp}/some.model.gguf", None, ["some.model"]),
+        ("{tmp}/.", None, ["models"]),
+        ("default", ["a", "b"], ["a", "b"]),
+    ],
+)
+def test_names_of_a_model(tmp_path: Path, model: str, served_model_name: list[str] | None, names: list[str]) -> None:
+    folder = tmp_path / "models"
+    folder.mkdir()
+    (folder / "some.model.gguf").touch()
+    engine_config = EngineConfig(model=model.format(tmp=folder))
+    assert model_names(engine_config, ServerConfig(served_model_name=served_model_name)) == names

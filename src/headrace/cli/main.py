@@ -30,7 +30,7 @@ examples:
 
 environment:
   HF_HOME, HF_TOKEN, HF_HUB_OFFLINE   as everywhere: where hub models are kept, the access token, no network
-  XDG_CACHE_HOME                      instead of ~/.cache
+  HEADRACE_CACHE                      instead of ~/.cache/headrace (or $XDG_CACHE_HOME/headrace)
   OMP_NUM_THREADS                     CPU threads, where --threads does not say
 
 exit status:

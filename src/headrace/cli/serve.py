@@ -1,6 +1,7 @@
 """`headrace serve`: an OpenAI-compatible server."""
 
 import argparse
+import logging
 from typing import Any
 
 from headrace.cli.settings import add_engine_flags, add_flags, engine_and_server_config
@@ -49,6 +50,8 @@ def add_to(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     engine_config, server_config = engine_and_server_config(args)
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
+    logging.getLogger("headrace").setLevel(logging.INFO)
 
     from headrace.server.run import bind, serve
 

@@ -12,6 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from headrace import __version__
+from headrace.config import EngineConfig
 from headrace.errors import HeadraceError
 from headrace.formats.package_models import DEFAULT_MODEL
 from headrace.server.chat import chat_chunks, chat_completion
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 def create_app(engine: "AsyncEngine", config: ServerConfig) -> FastAPI:
     """The application. It starts the engine when it starts, and stops it when it ends."""
-    names = model_names(engine, config)
+    names = model_names(engine.config, config)
     created = int(time.time())
 
     @asynccontextmanager
@@ -107,11 +108,11 @@ async def json_body(request: Request) -> bytes:
     return await request.body()
 
 
-def model_names(engine: "AsyncEngine", config: ServerConfig) -> list[str]:
+def model_names(engine_config: EngineConfig, config: ServerConfig) -> list[str]:
     """What clients may call the model: what the config says, or else its name on the hub, or that of its file."""
-    model = engine.config.model
+    if config.served_model_name:
+        return config.served_model_name
+    model = engine_config.model
     if model == "default":
-        model = DEFAULT_MODEL.file
-    elif Path(model).exists():
-        model = Path(model).resolve().name
-    return config.served_model_name or [model.removesuffix(".gguf")]
+        return [DEFAULT_MODEL.file.removesuffix(".gguf"), model]
+    return [Path(model).resolve().name.removesuffix(".gguf") if Path(model).exists() else model]

@@ -80,8 +80,8 @@ def replaying(body: bytes) -> Receive:
     async def receive() -> Message:
         if messages:
             return messages.pop()
-        await asyncio.Event().wait()
-        raise AssertionError
+        never: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
+        return await never
 
     return receive
 

@@ -25,7 +25,7 @@ Neutral = dict[str, tuple[Any, ...]]
 class Body(BaseModel):
     """A JSON object with known fields only and exact types: no strings for numbers, no booleans for integers."""
 
-    model_config = ConfigDict(strict=True, allow_inf_nan=False, protected_namespaces=())
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
     not_yet: ClassVar[Neutral] = {}
 
     @model_validator(mode="before")

@@ -70,7 +70,7 @@ def serve(engine_config: EngineConfig, config: ServerConfig, listener: socket.so
         timeout_graceful_shutdown=2,
     )
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
-    greeting = ready_message(url_of(config, listener), model_names(engine, config)[0], takes_chats(engine))
+    greeting = ready_message(url_of(config, listener), model_names(engine.config, config)[0], takes_chats(engine))
     asyncio.run(Server(settings, engine, greeting).serve(sockets=[listener]))
     return 0
 
