@@ -1,7 +1,6 @@
 """`headrace serve`: an OpenAI-compatible server."""
 
 import argparse
-import logging
 from typing import Any
 
 from headrace.cli.settings import add_engine_flags, add_flags, engine_and_server_config
@@ -50,10 +49,12 @@ def add_to(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     engine_config, server_config = engine_and_server_config(args)
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
-    logging.getLogger("headrace").setLevel(logging.INFO)
+
+    import logging
 
     from headrace.server.run import bind, serve
 
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
+    logging.getLogger("headrace").setLevel(logging.INFO)
     listener = bind(server_config)  # before the model is loaded: a taken port is told at once
     return serve(engine_config, server_config, listener)
