@@ -330,7 +330,9 @@ def test_characters_without_bytes_become_the_unknown_token(tmp_path: Path) -> No
     scores = [0.0, -1.0, -2.0, -0.5]
     file = write_tokenizer(tmp_path / "a.gguf", "llama", tokens, types, scores=scores, unknown_token_id=0)
     assert build_tokenizer(file).encode("a中文a").ids == [3, 0, 2]
-    file = write_tokenizer(tmp_path / "b.gguf", "llama", tokens, [CONTROL, *types[1:]], scores=scores)
+    file = write_tokenizer(tmp_path / "b.gguf", "llama", tokens, types, scores=scores)  # known by its type
+    assert build_tokenizer(file).encode("a中文a").ids == [3, 0, 2]
+    file = write_tokenizer(tmp_path / "c.gguf", "llama", tokens, [CONTROL, *types[1:]], scores=scores)
     with pytest.raises(ModelError, match=r"0 of 256 byte tokens, and no unknown token"):
         build_tokenizer(file)
 
@@ -367,6 +369,7 @@ def test_control_tokens_cannot_be_spelled(tmp_path: Path) -> None:
         ({"merges": ["ab"]}, "do not fit together"),
         ({"kind": "llama"}, "scores must have a value for each of the 3 tokens, not 0"),
         ({"kind": "llama", "scores": [0.0, float("nan"), 0.0]}, "scores has values that are not numbers"),
+        ({"kind": "llama", "scores": [0.0] * 3, "tokens": ["a", "b", "a" * 10_000]}, "tokens are implausibly long"),
         ({"add_bos_token": 1}, "add_bos_token must be of type bool, not 1"),
         ({"bos_token_id": True}, "bos_token_id must be of type int, not True"),
     ],

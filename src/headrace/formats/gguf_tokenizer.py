@@ -26,6 +26,10 @@ SPACE = "\u2581"  # how SentencePiece writes a space
 # Token types
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
 
+# Characters in one normal token and in all of them; Gemma's longest has 16, and all have 1.4 million.
+MAX_PIECE_LENGTH = 1024
+MAX_PIECES_LENGTH = 1 << 24
+
 # Control tokens that end an answer though a file may not say so; llama.cpp goes by these texts as well.
 END_TEXTS = frozenset(
     {
@@ -120,7 +124,7 @@ class GGUFVocabulary:
         return ids
 
     def scores(self) -> NDArray[Any]:
-        scores = self._per_token("scores", None)
+        scores = self._per_token("scores", None).astype(np.float32)
         if np.isnan(scores).any():
             self.file.fault(f"{PREFIX}scores has values that are not numbers")
         return scores
@@ -184,7 +188,7 @@ def _byte_level(vocabulary: GGUFVocabulary) -> tuple[tokenizers.Tokenizer, bool]
 
 def _sentencepiece(vocabulary: GGUFVocabulary) -> tuple[tokenizers.Tokenizer, bool]:
     """SentencePiece's BPE over whole texts, with bytes for characters that it has no token for; it begins with BOS."""
-    unknown = vocabulary.special_ids.get("unk")
+    unknown = vocabulary.special_ids.get("unk", next(iter(np.flatnonzero(vocabulary.types == UNKNOWN)), None))
     bytes_known = np.count_nonzero(vocabulary.types == BYTE)
     if unknown is None and bytes_known < 256:
         vocabulary.file.fault(
@@ -219,6 +223,8 @@ def _merges(vocabulary: GGUFVocabulary) -> list[tuple[str, str]]:
     normal = np.flatnonzero(vocabulary.types == NORMAL)
     best_first = normal[np.argsort(-vocabulary.scores()[normal], kind="stable")].tolist()
     texts = [vocabulary.tokens[token] for token in best_first]
+    if max(map(len, texts), default=0) > MAX_PIECE_LENGTH or sum(map(len, texts)) > MAX_PIECES_LENGTH:
+        vocabulary.file.fault(f"{PREFIX}tokens are implausibly long")
     known = frozenset(texts)
     return [
         (left, right)
