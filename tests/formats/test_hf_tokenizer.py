@@ -187,6 +187,28 @@ def test_tokenizer_files_at_fault(tmp_path: Path, content: bytes, fault: str) ->
         load_tokenizer(tmp_path)
 
 
+def test_files_on_which_the_library_panics(tmp_path: Path) -> None:
+    """With each of them the Rust code beneath gives up: when loading, when encoding, when decoding."""
+    path = save(tmp_path, t0_tokenizer()) / "tokenizer.json"
+    good = json.loads(path.read_text())
+
+    path.write_text(
+        json.dumps(good | {"model": good["model"] | {"continuing_subword_prefix": "##", "merges": [["!", "#"]]}})
+    )
+    with pytest.raises(ModelError, match=r"tokenizer\.json: is not a tokenizer: "):
+        load_tokenizer(tmp_path)
+
+    unknown = {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "?", "type_id": 0}}], "pair": []}
+    path.write_text(json.dumps(good | {"post_processor": unknown | {"special_tokens": {}}}))
+    with pytest.raises(ModelError, match=r"tokenizer\.json: is not a tokenizer: "):
+        load_tokenizer(tmp_path)
+
+    strip = {"type": "Strip", "content": " ", "start": 0, "stop": 2**64 - 1}
+    path.write_text(json.dumps(good | {"decoder": strip}))
+    with pytest.raises(RequestError, match="the tokenizer cannot decode these tokens: index out of bounds"):
+        load_tokenizer(tmp_path).decode([97])
+
+
 def test_no_tokenizer_file(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=rf"^{tmp_path}: has no tokenizer\.json$"):
         load_tokenizer(tmp_path)

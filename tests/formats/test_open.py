@@ -11,8 +11,8 @@ from headrace.formats.gguf_checkpoint import GGUFCheckpoint
 from headrace.formats.hf_checkpoint import HFCheckpoint
 from headrace.formats.hub import HubModel
 from headrace.formats.open import open_checkpoint
-from helpers.model_files import smollm2
-from helpers.tiny import save_t0
+from headrace.formats.package_models import DEFAULT_MODEL, PackageModel
+from helpers.tiny import save_t0, save_t0_gguf
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +29,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[HubMode
     def download(model: HubModel, revision: str | None = None) -> Path:
         calls.append((model, revision))
         if model.file:
-            return smollm2()
+            return save_t0_gguf(tmp_path / model.file)
         if model.repo == "org/t0":
             return save_t0(tmp_path / "cache")
         raise ModelError(f"{model.repo}: is not on the hub")
@@ -48,7 +48,7 @@ def test_a_directory(tmp_path: Path) -> None:
 
 def test_a_gguf_file_under_any_name(tmp_path: Path) -> None:
     for name in ("m.gguf", "model.bin"):
-        (tmp_path / name).symlink_to(smollm2())
+        save_t0_gguf(tmp_path / name)
         checkpoint = open_checkpoint(name)
         assert isinstance(checkpoint, GGUFCheckpoint)
         assert checkpoint.path == Path(name)
@@ -57,7 +57,7 @@ def test_a_gguf_file_under_any_name(tmp_path: Path) -> None:
 def test_a_directory_with_one_gguf_file(tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
-    (folder / "m.gguf").symlink_to(smollm2())
+    save_t0_gguf(folder / "m.gguf")
     assert isinstance(open_checkpoint("folder"), GGUFCheckpoint)
     (folder / "config.json").write_text("{}")  # as many repositories of GGUF files have
     assert isinstance(open_checkpoint("folder"), GGUFCheckpoint)
@@ -75,10 +75,16 @@ def test_a_directory_with_a_gguf_file_in_parts_opens_the_first(tmp_path: Path) -
         open_checkpoint(str(tmp_path))
 
 
-def test_the_default_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    path = smollm2()
-    monkeypatch.setenv("HEADRACE_CACHE", str(path.parents[1]))
-    assert open_checkpoint("default").path == path
+def test_the_default_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    fetched: list[PackageModel] = []
+
+    def fetch(model: PackageModel) -> Path:
+        fetched.append(model)
+        return save_t0_gguf(tmp_path / "m.gguf")
+
+    monkeypatch.setattr("headrace.formats.open.fetch", fetch)
+    assert isinstance(open_checkpoint("default"), GGUFCheckpoint)
+    assert fetched == [DEFAULT_MODEL]
     with pytest.raises(ModelError, match=r"^\./default: does not exist"):
         open_checkpoint("./default")
 

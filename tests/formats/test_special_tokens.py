@@ -71,15 +71,23 @@ PIECES = st.sampled_from(
 )
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@pytest.fixture(scope="module")
+def joining(backend: tokenizers.Tokenizer) -> tuple[Tokenizer, Tokenizer]:
+    """Templates that put contents, or the parts of contents, side by side."""
+    return with_template(backend, ONLY_CONTENT), with_template(backend, ONLY_PARTS)
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(parts=st.lists(st.lists(PIECES, max_size=5).map("".join), min_size=1, max_size=4))
-def test_strings_side_by_side_are_plain_text(backend: tokenizers.Tokenizer, parts: list[str]) -> None:
+def test_strings_side_by_side_are_plain_text(
+    backend: tokenizers.Tokenizer, joining: tuple[Tokenizer, Tokenizer], parts: list[str]
+) -> None:
     expected = plain_ids(backend, "".join(parts))
-    in_messages = with_template(backend, ONLY_CONTENT).encode_chat([message(part) for part in parts])
-    assert in_messages == expected
+    contents, in_parts = joining
+    assert contents.encode_chat([message(part) for part in parts]) == expected
     content = [{"type": "text", "text": part} for part in parts]
-    assert with_template(backend, ONLY_CONTENT).encode_chat([message(content)]) == expected
-    assert with_template(backend, ONLY_PARTS).encode_chat([message(content)]) == expected
+    assert contents.encode_chat([message(content)]) == expected
+    assert in_parts.encode_chat([message(content)]) == expected
 
 
 def test_a_template_that_strips_texts_does_not_join_them(backend: tokenizers.Tokenizer) -> None:

@@ -9,7 +9,7 @@ from tokenizers.processors import Sequence, TemplateProcessing
 
 from headrace.errors import ModelError
 from headrace.formats.files import quoted, read_json_object, read_text
-from headrace.formats.tokenizer import Tokenizer
+from headrace.formats.tokenizer import Tokenizer, library_faults
 
 TOKENIZER = "tokenizer.json"
 SETTINGS = "tokenizer_config.json"
@@ -59,10 +59,10 @@ def _backend(directory: Path) -> tokenizers.Tokenizer:
     if not path.exists():
         raise ModelError(f"{directory}: has no {TOKENIZER}{_other_tokenizer(directory)}")
     text = read_text(path, MAX_TOKENIZER_BYTES, "tokenizer")
-    try:
-        return tokenizers.Tokenizer.from_str(text)
-    except Exception as error:  # the library raises nothing more special
-        raise ModelError(f"{path}: is not a tokenizer: {error}") from None
+    with library_faults(lambda fault: ModelError(f"{path}: is not a tokenizer: {fault}")):
+        backend = tokenizers.Tokenizer.from_str(text)
+        backend.encode("")  # some faults come to light only in use
+    return backend
 
 
 def _other_tokenizer(directory: Path) -> str:

@@ -2,7 +2,8 @@
 
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
@@ -67,18 +68,21 @@ class Tokenizer:
 
         add_special_tokens: add what the model wants around a text, such as a beginning-of-sequence token.
         """
-        return self.encode_batch([text], add_special_tokens)[0]
+        check_text(text, "prompt")
+        with library_faults(_cannot_encode):
+            ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        self._warn_of_second_bos(ids)
+        return ids
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
+        """The token ids of each text, on all cores."""
         for text in texts:
             check_text(text, "prompt")
-        try:
+        with library_faults(_cannot_encode):
             encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
-        except Exception as error:  # the library has no type of its own for a text that its vocabulary cannot spell
-            raise RequestError(f"the tokenizer cannot encode this text: {error}", "prompt") from None
         batch = [encoding.ids for encoding in encodings]
-        if add_special_tokens:
-            self._warn_of_second_bos(batch)
+        for ids in batch:
+            self._warn_of_second_bos(ids)
         return batch
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -86,7 +90,8 @@ class Tokenizer:
         for token_id in ids:
             if not isinstance(token_id, int) or not 0 <= token_id < self.vocab_size:
                 raise RequestError(f"{token_id!r} is not a token id: they go from 0 to {self.vocab_size - 1}", "prompt")
-        return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        with library_faults(lambda fault: RequestError(f"the tokenizer cannot decode these tokens: {fault}", "prompt")):
+            return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     def token_text(self, token_id: int) -> str:
         """The text of one token as it reads within a text: with its leading space, and special tokens too.
@@ -164,7 +169,8 @@ class Tokenizer:
         check_text(text, "messages")
         if marked == given and not self._guard.always_needed:
             return self.encode(text, add_special_tokens=False)
-        return self._guard.encode(text)
+        with library_faults(_cannot_encode):
+            return self._guard.encode(text)
 
     def _prepare(self, messages: Any, tools: Any) -> tuple[ChatTemplate, list[dict[str, Any]]]:
         """The template for a chat, and its messages checked."""
@@ -190,14 +196,30 @@ class Tokenizer:
         ids = self._backend.encode("a", add_special_tokens=False).ids
         return ids, self._backend.decode(ids, skip_special_tokens=False)
 
-    def _warn_of_second_bos(self, batch: list[list[int]]) -> None:
-        if self._bos_id is None or self._warned_of_second_bos:
-            return
-        if any(ids[:2] == [self._bos_id] * 2 for ids in batch):
+    def _warn_of_second_bos(self, ids: list[int]) -> None:
+        if self._bos_id is not None and ids[:2] == [self._bos_id] * 2 and not self._warned_of_second_bos:
             self._warned_of_second_bos = True
-            logger.warning(
-                "a prompt begins with %s, and the tokenizer has added another", self.special_tokens["bos_token"]
-            )
+            bos = self.special_tokens["bos_token"]
+            logger.warning("a prompt begins with %s, and the tokenizer has added another", bos)
+
+
+@contextmanager
+def library_faults(as_error: Callable[[str], Exception]) -> Iterator[None]:
+    """Turns what the tokenizers library raises into an error of ours.
+
+    It has no types of its own, and where its Rust code gives up, which bad files bring about, it raises a
+    PanicException, which is not even an Exception.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise as_error(" ".join(str(error).split())) from None
+
+
+def _cannot_encode(fault: str) -> RequestError:
+    return RequestError(f"the tokenizer cannot encode this text: {fault}", "prompt")
 
 
 def _byte_alphabet() -> dict[str, int]:
