@@ -4,7 +4,6 @@
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
-NATIVE := $(wildcard csrc/*)
 
 # CMake, Ninja and the tests' programs are those of the virtual environment.
 export PATH := $(abspath $(BIN)):$(PATH)
@@ -33,19 +32,27 @@ clean: ## remove .venv and everything that was built
 $(BIN)/python:
 	@python=$$(for name in $(PYTHON) python3.11 python3 python3.12 python3.13 python3.14; do \
 	    $$name -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$name && break; done); \
-	if [ -z "$$python" ]; then echo "error: Headrace needs Python 3.11 or newer; none found (make PYTHON=/path/to/python3)" >&2; exit 1; fi; \
+	if [ -z "$$python" ]; then \
+	    echo "error: Headrace needs Python 3.11 or newer; none found (make PYTHON=/path/to/python3)" >&2; exit 1; \
+	fi; \
 	echo "creating $(VENV) with $$($$python --version)"; \
 	$$python -m venv $(VENV)
 
 # No build isolation: CMake's files under build/ stay valid, so that a change of a kernel compiles that kernel only.
-$(VENV)/.installed: $(BIN)/python pyproject.toml constraints.txt $(NATIVE)
-	@command -v $${CXX:-c++} >/dev/null || { echo "error: Headrace compiles its kernels and needs a C++20 compiler, such as g++" >&2; exit 1; }
-	@echo "installing Headrace and what it needs (torch is large; this takes minutes the first time)"
+define install
+	@command -v $${CXX:-c++} >/dev/null || \
+	    { echo "error: Headrace compiles its kernels and needs a C++20 compiler, such as g++" >&2; exit 1; }
+	@echo "installing $(1) (the first time this takes minutes: torch is large)"
 	@$(PIP) install -c constraints.txt scikit-build-core nanobind cmake ninja
-	@$(PIP) install -c constraints.txt --no-build-isolation -e .
+	@$(PIP) install -c constraints.txt --no-build-isolation -e '$(1)'
+endef
+
+INPUTS := $(BIN)/python pyproject.toml constraints.txt $(wildcard csrc/*)
+
+$(VENV)/.installed: $(INPUTS)
+	$(call install,.)
 	@touch $@
 
-$(VENV)/.installed-dev: $(VENV)/.installed
-	@echo "installing the development tools"
-	@$(PIP) install -c constraints.txt --no-build-isolation -e '.[dev]'
-	@touch $@
+$(VENV)/.installed-dev: $(INPUTS)
+	$(call install,.[dev])
+	@touch $(VENV)/.installed $@
