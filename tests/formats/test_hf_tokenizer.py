@@ -203,7 +203,7 @@ def test_files_on_which_the_library_panics(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"tokenizer\.json: is not a tokenizer: "):
         load_tokenizer(tmp_path)
 
-    strip = {"type": "Strip", "content": " ", "start": 0, "stop": 2**64 - 1}
+    strip = {"type": "Strip", "content": "a", "start": 0, "stop": 2}
     path.write_text(json.dumps(good | {"decoder": strip}))
     with pytest.raises(RequestError, match="the tokenizer cannot decode these tokens: index out of bounds"):
         load_tokenizer(tmp_path).decode([97])
