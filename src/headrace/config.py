@@ -16,7 +16,8 @@ BACKENDS = ("auto", "reference", "cpu")
 class EngineConfig:
     """How to run a model. The names are vLLM's where the meaning is the same.
 
-    model: a Hugging Face directory, a GGUF file, or `org/name` on the Hugging Face hub.
+    model: a Hugging Face directory, a GGUF file, `org/name` on the Hugging Face hub, or `default`, a small model that is
+        fetched as a Python package.
     revision: branch, tag or commit, for a model from the hub.
     dtype: of activations and KV cache; "auto" is float32 on a CPU.
     max_model_len: longest prompt plus output, in tokens; None takes the model's own limit.
