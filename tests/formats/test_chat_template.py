@@ -204,6 +204,13 @@ def test_a_refusal_shows_the_template_s_own_words() -> None:
     assert tokenizer.render_chat([user, assistant, user]) == "uau"
 
 
+def test_a_refusal_without_end_is_cut() -> None:
+    with pytest.raises(RequestError, match="refuses these messages: x") as error:
+        tokenizer_with("{{ raise_exception('x\n' * 1000000) }}").render_chat(HI)
+    assert len(str(error.value)) < 1000
+    assert "\n" not in str(error.value)
+
+
 @pytest.mark.parametrize(
     "source",
     [
@@ -222,6 +229,7 @@ def test_a_refusal_shows_the_template_s_own_words() -> None:
         "{{ nothing.at.all }}",
         "{% include 'other' %}",
         "{{ strftime_now(5) }}",
+        "{{ messages[messages[0].content * 100000 ~ '\n'] + 1 }}",
     ],
 )
 def test_a_template_that_fails_or_attacks_is_stopped(source: str) -> None:

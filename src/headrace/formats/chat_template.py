@@ -36,9 +36,8 @@ class ChatTemplate:
             self._template = _ENVIRONMENT.from_string(source)
             self.iterates_content = _iterates_content(_ENVIRONMENT.parse(source))
         except TemplateSyntaxError as error:
-            raise ModelError(
-                f"the chat template {name!r} does not compile: line {error.lineno}: {error.message}"
-            ) from None
+            fault = f"line {error.lineno}: {(error.message or '')[:500]}"
+            raise ModelError(f"the chat template {name!r} does not compile: {fault}") from None
         except RecursionError:
             raise ModelError(f"the chat template {name!r} does not compile: it is nested too deeply") from None
 
@@ -85,11 +84,17 @@ class ChatTemplate:
         except RequestError:
             raise
         except _Refusal as refusal:
-            raise RequestError(f"the model's chat template refuses these messages: {refusal}", "messages") from None
+            fault = f"the model's chat template refuses these messages: {_in_short(refusal)}"
+            raise RequestError(fault, "messages") from None
         except Exception as error:  # the template is a program of somebody else: it can fail in any way
-            fault = " ".join(str(error).split()) or type(error).__name__
-            raise RequestError(f"the model's chat template fails on these messages: {fault}", "messages") from None
+            fault = f"the model's chat template fails on these messages: {_in_short(error)}"
+            raise RequestError(fault, "messages") from None
         return "".join(pieces)
+
+
+def _in_short(error: Exception) -> str:
+    """The error on one line of bounded length."""
+    return " ".join(str(error).split())[:500] or type(error).__name__
 
 
 def prepare_messages(messages: Any, *, join_parts: bool) -> list[dict[str, Any]]:
