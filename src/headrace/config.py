@@ -67,7 +67,9 @@ class EngineConfig:
         for name in ("tensor_parallel_size", "pipeline_parallel_size"):
             self._integer(name, 1)
             if getattr(self, name) != 1:
-                raise ConfigError(f"{name}={getattr(self, name)} is not supported yet: Headrace runs on one rank; use 1")
+                raise ConfigError(
+                    f"{name}={getattr(self, name)} is not supported yet: Headrace runs on one rank; use 1"
+                )
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
