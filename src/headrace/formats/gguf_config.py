@@ -79,12 +79,12 @@ def hf_config(
 
 
 def _gemma3(m: "_Metadata", layers: int, head_dim: int) -> dict[str, Any]:
-    # All sizes but one scale the scores by the size of a head, and files do not say so.
-    scalar: float = m.integer("embedding_length") / m.integer("attention.head_count")
-    if layers != GEMMA3_27B_LAYERS:
-        scalar = head_dim
+    # Files do not say that all sizes but one scale the scores by the size of a head.
+    scalar: float = head_dim
     if m.has("attention.scale"):
         scalar = m.number("attention.scale") ** -2
+    elif layers == GEMMA3_27B_LAYERS:
+        scalar = m.integer("embedding_length") / m.integer("attention.head_count")
     window = m.integer("attention.sliding_window", 0)
     config = {
         "hidden_activation": "gelu_pytorch_tanh",

@@ -6,7 +6,7 @@ merging, whether a space goes in front - follows the tokenizers that the names c
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +15,10 @@ import tokenizers
 from numpy.typing import NDArray
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
+from headrace.errors import ModelError
 from headrace.formats.files import quoted
 from headrace.formats.gguf import GGUFFile
+from headrace.formats.tokenizer import library_faults
 
 logger = logging.getLogger(__name__)
 
@@ -235,10 +237,14 @@ def _merges(vocabulary: GGUFVocabulary) -> list[tuple[str, str]]:
 
 
 def _bpe(vocabulary: GGUFVocabulary, merges: Sequence[tuple[str, str]], **settings: Any) -> tokenizers.Tokenizer:
-    try:
-        return tokenizers.Tokenizer(models.BPE(vocab=vocabulary.ids(), merges=merges, **settings))
-    except Exception as error:  # the library has no type of its own for a merge that does not fit the vocabulary
-        vocabulary.file.fault(f"the tokenizer's vocabulary and merges do not fit together: {error}")
+    ids = vocabulary.ids()
+    with library_faults(_misfit(vocabulary)):
+        return tokenizers.Tokenizer(models.BPE(vocab=ids, merges=merges, **settings))
+
+
+def _misfit(vocabulary: GGUFVocabulary) -> Callable[[str], ModelError]:
+    path = vocabulary.file.path
+    return lambda fault: ModelError(f"{path}: the tokenizer's tokens and merges do not fit together: {fault}")
 
 
 def _add_marked_tokens(tokenizer: tokenizers.Tokenizer, vocabulary: GGUFVocabulary) -> None:
@@ -246,7 +252,8 @@ def _add_marked_tokens(tokenizer: tokenizers.Tokenizer, vocabulary: GGUFVocabula
 
     def add(types: tuple[int, ...], special: bool, normalized: bool) -> None:
         texts = [vocabulary.tokens[token] for token in np.flatnonzero(np.isin(vocabulary.types, types))]
-        tokenizer.add_tokens([AddedToken(text, special=special, normalized=normalized) for text in texts if text])
+        with library_faults(_misfit(vocabulary)):
+            tokenizer.add_tokens([AddedToken(text, special=special, normalized=normalized) for text in texts if text])
 
     add((UNKNOWN, CONTROL), special=True, normalized=False)
     # SentencePiece looks for defined tokens where spaces are marks already, and takes a mark in the text for a space.
