@@ -56,12 +56,18 @@ def _draw(
     logits: Tensor, best: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniform: Tensor
 ) -> Tensor:
     """One draw from each row of `logits` [n, V], with settings [n, 1]; `best` is each row's largest logit, finite."""
-    # Each token's probability as a share of the most likely one's. No exponent is above 0, so nothing can overflow.
-    shares = ((logits - best) / temperature.float()).exp_()
     top_k = top_k.where(top_k < logits.shape[1], 0)
+    least = columns = None
     if top_k.any():
         largest = logits.topk(int(top_k.max())).values
-        _keep(shares, logits, largest.gather(-1, (top_k - 1).clamp(min=0)).where(top_k > 0, -math.inf))
+        least = largest.gather(-1, (top_k - 1).clamp(min=0)).where(top_k > 0, -math.inf)
+        # What no row keeps need not go through the rest.
+        columns = (logits >= least).any(0).nonzero().squeeze(-1)
+        logits = logits.index_select(1, columns)
+    # Each token's probability as a share of the most likely one's. No exponent is above 0, so nothing can overflow.
+    shares = ((logits - best) / temperature.float()).exp_()
+    if least is not None:
+        _keep(shares, logits, least)
     if (top_p < 1).any():
         _keep(shares, shares, _least_of_nucleus(shares, top_p))
     if min_p.any():
@@ -69,7 +75,8 @@ def _draw(
     # In float64 `uniform * total` is below the total for every uniform below 1, so that a token is always found; and
     # the sum exceeds it for the first time at a token whose share is not 0.
     cumulative = shares.cumsum(-1, dtype=torch.float64)
-    return torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True).squeeze(-1)
+    tokens = torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True).squeeze(-1)
+    return tokens if columns is None else columns[tokens]
 
 
 def _keep(shares: Tensor, values: Tensor, least: Tensor) -> None:
