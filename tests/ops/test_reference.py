@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -29,12 +30,19 @@ class Ragged:
     cache: KVCache
 
 
-def ragged(lens: list[int], before: list[int], block_size: int = 4, seed: int = 0, kv_heads: int = KV_HEADS) -> Ragged:
+def ragged(
+    lens: list[int],
+    before: list[int],
+    block_size: int = 4,
+    seed: int = 0,
+    kv_heads: int = KV_HEADS,
+    dtype: torch.dtype = torch.float32,
+) -> Ragged:
     g = torch.Generator().manual_seed(seed)
     total = [n + b for n, b in zip(lens, before, strict=True)]
     counts = [-(-t // block_size) for t in total]
     order = torch.randperm(sum(counts) + 3, generator=g).tolist()  # blocks in any order, three of them not in use
-    cache = OPS.kv_cache(len(order), block_size, kv_heads, DIM, torch.float32)
+    cache = OPS.kv_cache(len(order), block_size, kv_heads, DIM, dtype)
     tables = [[order.pop() for _ in range(c)] for c in counts]
     keys = [torch.randn(t, kv_heads, DIM, generator=g) for t in total]
     values = [torch.randn(t, kv_heads, DIM, generator=g) for t in total]
@@ -147,6 +155,131 @@ def test_attention_never_reads_a_block_of_another_sequence() -> None:
         r.cache.keys[:, block] = 1e9
         r.cache.values[:, block] = 1e9
     torch.testing.assert_close(OPS.attention(query, r.cache, r.batch, scale=1.0), before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize(("padding", "group"), [(0, 1), (0, 100), (10, 30), (10**6, 10**6)])
+def test_attention_of_decodes_in_groups_is_the_same(
+    monkeypatch: pytest.MonkeyPatch, padding: int, group: int, window: int | None
+) -> None:
+    monkeypatch.setattr(reference, "MAX_PADDING", padding)
+    monkeypatch.setattr(reference, "MAX_GROUP", group)
+    r = ragged([1, 3, 1, 1, 1, 1, 2], [40, 5, 3, 0, 41, 38, 0])
+    got = OPS.attention(torch.cat(r.queries), r.cache, r.batch, scale=0.3, window=window)
+    torch.testing.assert_close(got, sdpa(r, 0.3, window), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+@pytest.mark.parametrize("window", [None, 5])
+def test_attention_does_not_see_what_others_left_in_its_blocks(window: int | None, dtype: torch.dtype) -> None:
+    r = ragged([1, 1, 3, 1], [30, 1, 2, 9], dtype=dtype)
+    query = torch.cat(r.queries)
+    before = OPS.attention(query, r.cache, r.batch, scale=1.0, window=window)
+    own = [
+        table[p // 4] * 4 + p % 4
+        for table, n in zip(r.batch.block_tables.tolist(), r.batch.context_lens, strict=True)
+        for p in range(n)
+    ]
+    others = sorted(set(range(r.cache.keys.shape[1] * 4)) - set(own))
+    nan = torch.full((len(others), KV_HEADS, DIM), torch.nan)
+    OPS.store_kv(nan, nan, r.cache, torch.tensor(others))
+    torch.testing.assert_close(OPS.attention(query, r.cache, r.batch, scale=1.0, window=window), before, rtol=0, atol=0)
+
+
+def int8_and_back(x: Tensor) -> Tensor:
+    """What an int8 cache must make of `[..., D]`, by the formula, in NumPy."""
+    rows = x.float().numpy()
+    scale = (np.abs(rows).max(-1, keepdims=True) / np.float32(127)).astype(np.float32)
+    codes = np.rint(np.divide(rows, scale, out=np.zeros_like(rows), where=scale > 0))
+    assert np.abs(codes).max() <= 127
+    return torch.from_numpy(codes * scale)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_int8_cache_is_the_formula(dtype: torch.dtype) -> None:
+    cache = OPS.kv_cache(5, 4, KV_HEADS, DIM, torch.int8)
+    assert cache.keys.dtype == cache.values.dtype == torch.int8
+    magnitudes = 10.0 ** torch.arange(-3, 4)[:, None, None]
+    key, value = ((torch.randn(7, KV_HEADS, DIM) * magnitudes).to(dtype) for _ in range(2))
+    slots = torch.tensor([19, 0, 7, 3, 4, 12, 11])
+    OPS.store_kv(key, value, cache, slots)
+    for stored, scales, x in ((cache.keys, cache.key_scales, key), (cache.values, cache.value_scales, value)):
+        assert scales is not None
+        back = stored.flatten(1, 2)[:, slots].float() * scales.flatten(1, 2)[:, slots, None]
+        torch.testing.assert_close(back.transpose(0, 1), int8_and_back(x), rtol=1e-6, atol=0)
+        error = (back.transpose(0, 1) - x.float()).abs().amax(-1)
+        assert (error <= x.float().abs().amax(-1) / 254 * (1 + 1e-5)).all()
+
+
+def test_int8_cache_of_awkward_rows() -> None:
+    smallest = torch.finfo(torch.float32).smallest_normal
+    rows = torch.randn(8, 1, DIM)
+    rows[0] = 0.0
+    rows[1, 0, 3] = torch.nan
+    rows[2, 0, 3] = torch.inf
+    rows[3, 0, 3] = -torch.inf
+    rows[4] = smallest * 1e-7  # the least number that is not zero: its scale underflows
+    rows[5] = smallest
+    rows[6] *= torch.finfo(torch.float32).max / 8
+    rows[7, 0] = torch.tensor([-1.0, 1.0] * (DIM // 2))
+    cache = OPS.kv_cache(2, 4, 1, DIM, torch.int8)
+    OPS.store_kv(rows, rows, cache, torch.arange(8))
+    assert cache.key_scales is not None
+    back = (cache.keys.float() * cache.key_scales[..., None]).flatten(0, 2)
+    assert (back[0] == 0).all()
+    assert back[1:4].isnan().all()
+    assert (back[4].abs() <= smallest).all()
+    torch.testing.assert_close(back[5:], rows[5:, 0], rtol=0.01, atol=torch.finfo(torch.float32).max / 254)
+    torch.testing.assert_close(back[5], rows[5, 0], rtol=0.01, atol=0)
+    assert torch.equal(back[7], rows[7, 0])
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize(("lens", "before"), BATCHES)
+def test_attention_over_an_int8_cache(lens: list[int], before: list[int], window: int | None) -> None:
+    r = ragged(lens, before, dtype=torch.int8)
+    got = OPS.attention(torch.cat(r.queries), r.cache, r.batch, scale=0.3, window=window)
+    r.keys, r.values = [int8_and_back(k) for k in r.keys], [int8_and_back(v) for v in r.values]
+    torch.testing.assert_close(got, sdpa(r, 0.3, window), rtol=1e-5, atol=1e-6)
+
+
+def contents(cache: KVCache) -> list[Tensor]:
+    return [t for t in (cache.keys, cache.values, cache.key_scales, cache.value_scales) if t is not None]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+class TestCopyBlocks:
+    @staticmethod
+    def cache(num_blocks: int, dtype: torch.dtype) -> KVCache:
+        cache = OPS.kv_cache(num_blocks, 4, KV_HEADS, DIM, dtype)
+        key, value = torch.randn(2, num_blocks * 4, KV_HEADS, DIM)
+        OPS.store_kv(key, value, cache, torch.arange(num_blocks * 4))
+        return cache
+
+    def test_from_one_cache_to_another(self, dtype: torch.dtype) -> None:
+        device, host = self.cache(6, dtype), self.cache(9, dtype)
+        before = [[t.clone() for t in contents(c)] for c in (device, host)]
+        OPS.copy_blocks(device, host, [(5, 0), (2, 8), (2, 3)])
+        assert len(before[0]) == (4 if dtype == torch.int8 else 2)
+        for old, new in zip(before[0], contents(device), strict=True):
+            assert torch.equal(old, new)
+        for read, old, new in zip(before[0], before[1], contents(host), strict=True):
+            for block in range(9):
+                expected = {0: read[:, 5], 8: read[:, 2], 3: read[:, 2]}.get(block, old[:, block])
+                assert torch.equal(new[:, block], expected)
+
+    def test_within_one_cache_all_are_read_first(self, dtype: torch.dtype) -> None:
+        cache = self.cache(6, dtype)
+        before = [t.clone() for t in contents(cache)]
+        OPS.copy_blocks(cache, cache, [(0, 1), (1, 2), (4, 0)])
+        for old, new in zip(before, contents(cache), strict=True):
+            assert torch.equal(new, old[:, [4, 0, 1, 3, 4, 5]])
+
+    def test_nothing_to_copy(self, dtype: torch.dtype) -> None:
+        cache = self.cache(2, dtype)
+        before = [t.clone() for t in contents(cache)]
+        OPS.copy_blocks(cache, cache, [])
+        assert all(map(torch.equal, before, contents(cache)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -56,6 +56,9 @@ class DecoderConfig:
     attention_softcap: float | None = None
     final_softcap: float | None = None
 
-    def kv_bytes_per_token(self, bytes_per_value: int) -> int:
-        """Memory that one token takes in the KV cache of all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * bytes_per_value
+    def kv_bytes_per_token(self, bytes_per_value: int, bytes_per_scale: int = 0) -> int:
+        """Memory that one token takes in the KV cache of all layers.
+
+        bytes_per_scale: where values are coded, of the scale that each head's key and each head's value has.
+        """
+        return 2 * self.num_layers * self.num_kv_heads * (self.head_dim * bytes_per_value + bytes_per_scale)

@@ -9,6 +9,7 @@ Symbols: T tokens of a step, B sequences of a step, H query heads, K key/value h
 Unless said otherwise activations are in the model's dtype, and every op computes in float32 inside.
 """
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,6 +25,15 @@ from headrace.ops import sample as sampling
 # The most attention scores held at once (64 MB in float32): longer prompts are attended in tiles of their queries.
 MAX_SCORES = 1 << 24
 
+# Sequences with one query are attended together, padded to the longest: with so much padding in all, in tokens, and no
+# more than so many tokens in all. Less padding makes more products, which have a fixed cost; and what was gathered for
+# one product had better stay in the processor's cache.
+MAX_PADDING, MAX_GROUP = 256, 4096
+
+
+# Of the scales of an int8 cache.
+KV_SCALE_DTYPE = torch.float32
+
 
 @dataclass(slots=True)
 class Matrix:
@@ -35,11 +45,16 @@ class Matrix:
 
 @dataclass(slots=True)
 class KVCache:
-    """Keys and values of one layer in blocks; how they lie inside is the backend's own affair."""
+    """Keys and values of one layer in blocks; how they lie inside is the backend's own affair.
+
+    key_scales, value_scales: those of an int8 cache; None otherwise.
+    """
 
     block_size: int
     keys: Tensor
     values: Tensor
+    key_scales: Tensor | None = None
+    value_scales: Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -78,14 +93,36 @@ class Ops:
         return Matrix((data.shape[0], data.shape[1]), data)
 
     def kv_cache(self, num_blocks: int, block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> KVCache:
-        """Room for the keys and values of `num_blocks * block_size` tokens of one layer."""
-        # Heads outermost, so that gathering blocks yields each head's keys as one matrix without another copy. The
-        # memory starts as zeros because attention multiplies padding by zero weights, and 0 x NaN is NaN; numpy's
-        # zeros, unlike torch's, take no real memory before they are written.
+        """Room for the keys and values of `num_blocks * block_size` tokens of one layer.
+
+        dtype: in which they are stored. int8 is a coding of the activations' own dtype, whichever that is: a whole
+        number between -127 and 127 for each entry, and a float32 scale for each token and head; see `store_kv`.
+        """
+        # Heads outermost, so that gathering blocks yields each head's keys as one matrix without another copy.
         shape = (kv_heads, num_blocks, block_size, head_dim)
-        size = math.prod(shape) * dtype.itemsize
-        keys, values = (torch.from_numpy(np.zeros(size, np.uint8)).view(dtype).view(shape) for _ in range(2))
-        return KVCache(block_size, keys, values)
+        cache = KVCache(block_size, _zeros(shape, dtype), _zeros(shape, dtype))
+        if dtype == torch.int8:
+            cache.key_scales, cache.value_scales = (_zeros(shape[:3], KV_SCALE_DTYPE) for _ in range(2))
+        return cache
+
+    def copy_blocks(self, source: KVCache, destination: KVCache, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copies blocks, with keys, values and all that belongs to them, from one cache to another or within one.
+
+        pairs: (block of `source`, block of `destination`); no block is written twice. All are read before any is
+        written, so that within one cache a block may be both read and written. The caches are of the same layer of a
+        model, made with the same settings but for the number of blocks.
+        """
+        if not pairs:
+            return
+        read, written = torch.tensor(pairs).unbind(1)
+        for old, new in (
+            (source.keys, destination.keys),
+            (source.values, destination.values),
+            (source.key_scales, destination.key_scales),
+            (source.value_scales, destination.value_scales),
+        ):
+            if old is not None and new is not None:
+                new[:, written] = old[:, read]
 
     # The network
 
@@ -127,9 +164,21 @@ class Ops:
         return torch.cat([(a * cos - b * sin).to(x.dtype), (b * cos + a * sin).to(x.dtype), x[..., 2 * half :]], -1)
 
     def store_kv(self, key: Tensor, value: Tensor, cache: KVCache, slots: Tensor) -> None:
-        """Writes each token's key and value to its slot of the cache. key, value: `[T, K, D]`; slots: int64 `[T]`."""
-        for new, stored in ((key, cache.keys), (value, cache.values)):
-            stored.flatten(1, 2)[:, slots] = new.transpose(0, 1).to(stored.dtype)
+        """Writes each token's key and value to its slot of the cache. key, value: `[T, K, D]`; slots: int64 `[T]`.
+
+        An int8 cache takes each head's D entries x as round(x / scale), halves to even, with scale = max|x| / 127; it
+        reads back as code * scale, which is at most scale / 2 away. A head of zeros reads back as zeros. One with an
+        infinity or a NaN reads back as NaN throughout: a fault upstream is not hidden.
+        """
+        for new, stored, scales in (
+            (key, cache.keys, cache.key_scales),
+            (value, cache.values, cache.value_scales),
+        ):
+            rows = new.transpose(0, 1)  # [K, T, D]
+            if scales is not None:
+                rows, row_scales = _to_int8(rows)
+                scales.flatten(1, 2)[:, slots] = row_scales
+            stored.flatten(1, 2)[:, slots] = rows.to(stored.dtype)
 
     def attention(
         self,
@@ -154,27 +203,17 @@ class Ops:
         Returns `[T, H, D]`.
         """
         out = torch.empty_like(query)
-        starts = [0]
-        for n in batch.query_lens:
-            starts.append(starts[-1] + n)
-        # Sequences with one token share a padded product; each longer piece has its own.
-        singles = [i for i, n in enumerate(batch.query_lens) if n == 1]
-        groups = [singles] if singles else []
-        groups += [[i] for i, n in enumerate(batch.query_lens) if n > 1]
-        for group in groups:
-            n = batch.query_lens[group[0]]
-            context = max(batch.context_lens[i] for i in group)
-            blocks = -(-context // cache.block_size)
-            tables = batch.block_tables[group, :blocks]
-            keys, values = (
-                c[:, tables].flatten(2, 3)[:, :, :context].float() for c in (cache.keys, cache.values)
-            )  # [K, group, context, D]
-            tokens = torch.tensor([t for i in group for t in range(starts[i], starts[i] + n)])
+        ends = list(itertools.accumulate(batch.query_lens))
+        for group in _groups(batch, window, cache.block_size):
+            n = batch.query_lens[group[0].index]
+            length = max(m.num_keys for m in group)
+            keys, values, key_positions = _gather(cache, batch, group, length)
+            tokens = torch.tensor([t for m in group for t in range(ends[m.index] - n, ends[m.index])])
             queries = query[tokens].view(len(group), n, -1, query.shape[-1])
             positions = batch.positions[tokens].view(len(group), n)
-            tile = max(1, MAX_SCORES // (query.shape[1] * context * len(group)))
+            tile = max(1, MAX_SCORES // (query.shape[1] * length * len(group)))
             parts = [
-                self._attend(q, keys, values, p, scale, window, softcap, sinks)
+                self._attend(q, keys, values, p, key_positions, scale, window, softcap, sinks)
                 for q, p in zip(queries.split(tile, 1), positions.split(tile, 1), strict=True)
             ]
             out[tokens] = torch.cat(parts, 1).flatten(0, 1).to(out.dtype)
@@ -186,19 +225,23 @@ class Ops:
         keys: Tensor,
         values: Tensor,
         positions: Tensor,
+        key_positions: Tensor,
         scale: float,
         window: int | None,
         softcap: float | None,
         sinks: Tensor | None,
     ) -> Tensor:
-        """n queries in each of b sequences. query: `[b, n, H, D]`; keys: `[K, b, s, D]`; positions: `[b, n]`."""
+        """n queries in each of b sequences to their s keys.
+
+        query: `[b, n, H, D]`; keys, values: `[K, b, s, D]`; positions: `[b, n]`; key_positions: `[b, s]`.
+        """
         b, n, heads, dim = query.shape
         kv_heads, _, s, _ = keys.shape
         grouped = (query.float() * scale).view(b, n, kv_heads, -1, dim).permute(2, 0, 3, 1, 4)  # [K, b, H/K, n, D]
         scores = (grouped.reshape(kv_heads, b, -1, dim) @ keys.transpose(-1, -2)).view(kv_heads, b, -1, n, s)
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
-        distance = positions[..., None] - torch.arange(s)  # [b, n, s], from a query back to a key
+        distance = positions[..., None] - key_positions[:, None]  # [b, n, s], from a query back to a key
         hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
         scores = scores.masked_fill(hidden[None, :, None], -torch.inf)
         if sinks is not None:
@@ -244,3 +287,78 @@ class Ops:
     def logprobs(self, logits: Tensor, token_ids: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor]:
         """Log-probabilities of the given tokens and of the `top` best; see `headrace.ops.sample.logprobs`."""
         return sampling.logprobs(logits, token_ids, top)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Zeros that, unlike torch's, take no real memory before they are written."""
+    size = math.prod(shape) * dtype.itemsize
+    return torch.from_numpy(np.zeros(size, np.uint8)).view(dtype).view(shape)
+
+
+def _to_int8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes int8 `[..., D]` and scales float32 `[...]` of rows x, as `Ops.store_kv` says."""
+    x = x.float()
+    scale = x.abs().amax(-1) / 127
+    scale = torch.where(scale.isfinite(), scale, torch.nan)
+    # 0 / 0 and whatever belongs to a NaN scale; a scale that lost bits to underflow could give codes out of range.
+    codes = (x / scale[..., None]).nan_to_num(0, 0, 0).round().clamp(-127, 127)
+    return codes.to(torch.int8), scale
+
+
+@dataclass(slots=True)
+class _Member:
+    """A sequence in a group that is attended together: its place in the batch, its first block that any of its queries
+    sees, and the number of keys from there on."""
+
+    index: int
+    first_block: int
+    num_keys: int
+
+
+def _groups(batch: RaggedBatch, window: int | None, block_size: int) -> list[list[_Member]]:
+    """The sequences of a step, in groups that share a product padded to the longest of them.
+
+    Those with one query share it with others of nearly the same number of keys; each longer piece has its own.
+    """
+    singles, groups = [], []
+    for index, (n, context) in enumerate(zip(batch.query_lens, batch.context_lens, strict=True)):
+        first_block = 0 if window is None else max(0, context - n - window + 1) // block_size
+        member = _Member(index, first_block, context - first_block * block_size)
+        if n == 1:
+            singles.append(member)
+        else:
+            groups.append([member])
+    singles.sort(key=lambda m: -m.num_keys)
+    longest = padding = 0
+    for m in singles:
+        padding += longest - m.num_keys
+        if longest == 0 or padding > MAX_PADDING or (len(groups[-1]) + 1) * longest > MAX_GROUP:
+            groups.append([])
+            longest, padding = m.num_keys, 0
+        groups[-1].append(m)
+    return groups
+
+
+def _gather(cache: KVCache, batch: RaggedBatch, group: list[_Member], length: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The keys and values that the members of a group see, each padded to `length`, and the positions of the keys.
+
+    Returns two float32 `[K, b, length, D]`, of which the padding holds anything but an infinity or NaN in the values,
+    and int64 `[b, length]`.
+    """
+    first = torch.tensor([m.first_block for m in group])[:, None]
+    blocks = first + torch.arange(-(-length // cache.block_size))
+    tables = batch.block_tables[[m.index for m in group]]
+    tables = tables.gather(1, blocks.clamp(max=tables.shape[1] - 1))
+    keys = _read(cache.keys, cache.key_scales, tables)[:, :, :length]
+    values = _read(cache.values, cache.value_scales, tables)[:, :, :length]
+    # A weight of zero does not help against a NaN that somebody else left behind the end of a shorter sequence.
+    for i, m in enumerate(group):
+        if m.num_keys < length:
+            values[:, i, m.num_keys :] = 0
+    return keys, values, first * cache.block_size + torch.arange(length)
+
+
+def _read(stored: Tensor, scales: Tensor | None, tables: Tensor) -> Tensor:
+    """What stands in blocks, as float32 `[K, b, tokens, D]`, a copy. tables: int64 `[b, blocks]`."""
+    rows = stored[:, tables].flatten(2, 3).float()
+    return rows if scales is None else rows.mul_(scales[:, tables].flatten(2, 3)[..., None])
