@@ -2,13 +2,16 @@
 
 import difflib
 import os
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
+from decimal import Decimal
 from typing import Any
 
 from headrace.errors import ConfigError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+KV_CACHE_DTYPES = ("auto", "int8")
 BACKENDS = ("auto", "reference", "cpu")
 
 
@@ -16,15 +19,19 @@ BACKENDS = ("auto", "reference", "cpu")
 class EngineConfig:
     """How to run a model. The names are vLLM's where the meaning is the same.
 
-    model: a Hugging Face directory, a GGUF file, `org/name` on the Hugging Face hub, or `default`, a small model that is
-        fetched as a Python package.
+    model: a Hugging Face directory, a GGUF file, `org/name` on the Hugging Face hub, or `default`, a small model that
+        is fetched as a Python package.
     revision: branch, tag or commit, for a model from the hub.
     dtype: of activations and KV cache; "auto" is float32 on a CPU.
-    max_model_len: longest prompt plus output, in tokens; None takes the model's own limit.
+    max_model_len: longest prompt plus output, in tokens; "auto" takes the model's own limit, or what fits in memory.
     max_num_seqs: most sequences in one step.
     max_num_batched_tokens: most tokens in one step; longer prompts are run in chunks.
     block_size: tokens per KV block.
-    kv_cache_memory: bytes for the KV cache; None sizes it from the memory that is free.
+    kv_cache_memory: memory for the KV cache, in bytes or as 4GiB or 500MB; None sizes it from the memory that is free.
+    kv_cache_dtype: in which keys and values are stored: "auto" as they are computed, "int8" in a half of bfloat16's
+        memory or a quarter of float32's, at a small cost in quality.
+    swap_space: memory of the host to which the cache of preempted sequences is moved, in bytes or as 4GiB; without any
+        they are computed anew.
     gpu_memory_utilization: share of the device's free memory (on a CPU: of the host's) that the KV cache may take when
         `kv_cache_memory` is not given; it takes no more than `max_num_seqs` sequences of `max_model_len` can fill.
     tensor_parallel_size, pipeline_parallel_size: ranks to split the model over; 1 is all there is so far.
@@ -36,11 +43,13 @@ class EngineConfig:
     model: str
     revision: str | None = None
     dtype: str = "auto"
-    max_model_len: int | None = None
+    max_model_len: int | str = "auto"
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
     block_size: int = 32
-    kv_cache_memory: int | None = None
+    kv_cache_memory: int | str | None = None
+    kv_cache_dtype: str = "auto"
+    swap_space: int | str = 0
     gpu_memory_utilization: float = 0.5
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
@@ -56,8 +65,16 @@ class EngineConfig:
         self._choice("backend", BACKENDS)
         if self.revision is not None and not isinstance(self.revision, str):
             raise ConfigError(f"revision must be a string, not {self.revision!r}")
-        for name in ("max_model_len", "kv_cache_memory", "threads"):
-            self._integer(name, 1, optional=True)
+        self._choice("kv_cache_dtype", KV_CACHE_DTYPES)
+        if self.max_model_len is None:  # as a file or an older program says it
+            self.max_model_len = "auto"
+        if self.max_model_len != "auto":
+            self.max_model_len = _whole(self.max_model_len)
+            self._integer("max_model_len", 1, other="'auto'")
+        for name, low in (("kv_cache_memory", 1), ("swap_space", 0)):
+            setattr(self, name, byte_size(getattr(self, name)))
+            self._integer(name, low, optional=name == "kv_cache_memory", other="a size like 4GiB or 500MB")
+        self._integer("threads", 1, optional=True)
         for name in ("max_num_seqs", "max_num_batched_tokens", "block_size"):
             self._integer(name, 1)
         self._integer("seed", -(2**63), optional=True)
@@ -88,12 +105,34 @@ class EngineConfig:
         if getattr(self, name) not in choices:
             raise ConfigError(f"{name} must be one of {', '.join(choices)}, not {getattr(self, name)!r}")
 
-    def _integer(self, name: str, low: int, *, optional: bool = False) -> None:
+    def _integer(self, name: str, low: int, *, optional: bool = False, other: str = "") -> None:
         value = getattr(self, name)
         if value is None and optional:
             return
         if not isinstance(value, int) or isinstance(value, bool) or value < low:
-            raise ConfigError(f"{name} must be an integer of at least {low}, not {value!r}")
+            alternative = f" or {other}" if other else ""
+            raise ConfigError(f"{name} must be an integer of at least {low}{alternative}, not {value!r}")
+
+
+def byte_size(value: Any) -> Any:
+    """The bytes that a text like "4GiB", "1.5 GB", "500MB" or "4096" means; anything else as it is.
+
+    K, M, G and T are powers of 1024 with an i (KiB) or without B (K), and of 1000 as KB, MB, GB and TB.
+    """
+    match = (
+        re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?B)?|B)?", value.strip(), re.I)
+        if isinstance(value, str)
+        else None
+    )
+    if match is None:
+        return value
+    power = " KMGT".index((match[2] or " ").upper())
+    return int(Decimal(match[1]) * (1000 if (match[3] or "").upper() == "B" else 1024) ** power)
+
+
+def _whole(value: Any) -> Any:
+    """The integer that a text of digits means, as it comes from the command line; anything else as it is."""
+    return int(value) if isinstance(value, str) and re.fullmatch(r"-?\d{1,18}", value) else value
 
 
 def reject_unknown(given: Iterable[str], known: Iterable[str], what: str) -> None:

@@ -34,6 +34,14 @@ def test_flags_become_settings_of_their_types() -> None:
     assert server == ServerConfig(access_log=True, served_model_name=["a", "b"])
 
 
+def test_sizes_and_words_where_a_number_would_do(config_file: Path) -> None:
+    config_file.write_text("{swap_space: 2GB, kv_cache_memory: 4096}")
+    engine, _ = configs("--max-model-len", "auto", "--kv-cache-memory", "1.5GiB", "--config", str(config_file))
+    assert (engine.max_model_len, engine.kv_cache_memory, engine.swap_space) == ("auto", 3 * 2**29, 2 * 10**9)
+    engine, _ = configs("--kv-cache-memory", "123456", "--max-model-len=64")
+    assert (engine.max_model_len, engine.kv_cache_memory, engine.swap_space) == (64, 123456, 0)
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -84,15 +92,26 @@ def test_an_empty_file_says_nothing(config_file: Path) -> None:
         ("engine_config: {seed: 1, seed: 2}", "seed is given twice"),
         ("max_model_len: 1\nmax-model-len: 1", "max_model_len is given twice"),
         ("max_model_len: 1\nengine_config: {max_model_len: 1}", "max_model_len is given twice"),
-        ("max_model_len: many", "max_model_len must be an integer, not 'many'"),
-        ("max_model_len: 1.5", "max_model_len must be an integer, not 1.5"),
-        ("max_model_len: true", "max_model_len must be an integer, not True"),
+        ("block_size: many", "block_size must be an integer, not 'many'"),
+        ("block_size: 1.5", "block_size must be an integer, not 1.5"),
+        ("block_size: true", "block_size must be an integer, not True"),
+        ("max_model_len: many", "max_model_len must be an integer of at least 1 or 'auto', not 'many'"),
+        ("max_model_len: 1.5", "max_model_len must be an integer or a string, not 1.5"),
+        ("max_model_len: true", "max_model_len must be an integer or a string, not True"),
+        (
+            "kv_cache_memory: 4 Gib of it",
+            "kv_cache_memory must be an integer of at least 1 or a size like 4GiB or 500MB",
+        ),
+        ("kv_cache_memory: 0.5", "kv_cache_memory must be an integer or a string, not 0.5"),
+        ("swap_space: null", "swap_space must be an integer or a string, not None"),
+        ("swap_space: -1GiB", "swap_space must be an integer of at least 0 or a size like 4GiB or 500MB"),
+        ("kv_cache_dtype: fp8", "kv_cache_dtype must be one of auto, int8, not 'fp8'"),
         ("max_num_seqs: null", "max_num_seqs must be an integer, not None"),
         ("dtype: 16", "dtype must be a string, not 16"),
         ("access_log: 1", "access_log must be true or false, not 1"),
         ("served_model_name: [1]", "served_model_name must be a string, not 1"),
         ("gpu_memory_utilization: high", "gpu_memory_utilization must be a number, not 'high'"),
-        ("max_model_len: 0", "max_model_len must be an integer of at least 1, not 0"),
+        ("max_model_len: 0", "max_model_len must be an integer of at least 1 or 'auto', not 0"),
         ("engine_config: {tensor_parallel_size: 2}", "tensor_parallel_size=2 is not supported yet"),
         ("port: 70000", "port must be an integer from 0 to 65535"),
         ("engine_config: [1]", "engine_config must hold settings"),

@@ -36,7 +36,8 @@ def add_flags(
     for field in fields(settings):
         if names is not None and field.name not in names:
             continue
-        kind, is_list = scalar_type(field)
+        kinds, is_list = scalar_types(field)
+        kind = str if str in kinds else kinds[0]
         help = docs[field.name].replace("%", "%%").replace("`", "").removesuffix(".")
         default = (defaults or {}).get(field.name, field.default)
         if default not in (None, MISSING):
@@ -46,7 +47,7 @@ def add_flags(
             group.add_argument(flag, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=help)
         else:
             action = "append" if is_list else "store"
-            metavar = {int: "N", float: "X", str: "TEXT"}[kind]
+            metavar = "VALUE" if len(kinds) > 1 else {int: "N", float: "X", str: "TEXT"}[kind]
             group.add_argument(flag, type=kind, action=action, metavar=metavar, default=argparse.SUPPRESS, help=help)
 
 
@@ -76,13 +77,13 @@ def field_docs(settings: "type[DataclassInstance]") -> dict[str, str]:
     return docs
 
 
-def scalar_type(field: "Field[Any]") -> tuple[type, bool]:
-    """The type of a field without its None, and whether it may be a list of such: `list[str] | None` is (str, True)."""
+def scalar_types(field: "Field[Any]") -> tuple[tuple[type, ...], bool]:
+    """The types of a field but for None, and whether it may be a list of them: `list[str] | None` is ((str,), True)."""
     members = get_args(field.type) if isinstance(field.type, types.UnionType) else (field.type,)
     for member in members:
         if get_origin(member) is list:
-            return get_args(member)[0], True
-    return next(m for m in members if isinstance(m, type) and m is not type(None)), False
+            return get_args(member), True
+    return tuple(m for m in members if isinstance(m, type) and m is not type(None)), False
 
 
 def load_config_file(path: str | Path) -> dict[str, Any]:
@@ -148,15 +149,16 @@ def read_yaml(path: Path) -> dict[Any, Any]:
 
 def checked(field: "Field[Any]", value: Any) -> Any:
     """`value` if it is of the field's type. (Its range is checked where the dataclass is made.)"""
-    kind, is_list = scalar_type(field)
+    kinds, is_list = scalar_types(field)
     if is_list and not isinstance(value, list):
         value = [value]
-    allowed = (int, float) if kind is float else (kind,)
+    allowed = (*kinds, int) if float in kinds else kinds
     for item in value if is_list else [value]:
         is_null = item is None and not is_list and type(None) in get_args(field.type)
-        is_typed = isinstance(item, allowed) and (kind is bool or not isinstance(item, bool))
+        is_typed = isinstance(item, allowed) and (bool in kinds or not isinstance(item, bool))
         if not is_null and not is_typed:
-            raise ConfigError(f"{field.name} must be {TYPE_NAMES[kind]}, not {item!r}")
+            expected = " or ".join(TYPE_NAMES[kind] for kind in kinds)
+            raise ConfigError(f"{field.name} must be {expected}, not {item!r}")
     return value
 
 

@@ -1,20 +1,16 @@
 """One rank: the model and its KV cache in memory, and the running of steps."""
 
-import logging
-
 import torch
 
 from headrace.config import EngineConfig
-from headrace.errors import CapacityError
 from headrace.formats.checkpoint import Checkpoint
 from headrace.models.loader import load_decoder
 from headrace.ops import create_ops
 from headrace.ops.reference import KVCache, RaggedBatch
 from headrace.sampling.sampler import prompt_logprobs, sample_tokens
+from headrace.worker.cache_size import size_cache
 from headrace.worker.memory import available_memory
 from headrace.worker.step import SequenceStep, StepPlan, StepResult
-
-logger = logging.getLogger(__name__)
 
 DTYPES = {"auto": torch.float32, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -23,7 +19,7 @@ class Worker:
     """Loads the model, sizes the cache, and runs steps.
 
     max_model_len: the longest sequence, prompt and output, that this model takes on this machine.
-    num_blocks: of the KV cache; each holds `config.block_size` tokens.
+    num_blocks: of the KV cache; each holds `config.block_size` tokens. num_host_blocks: of the one to swap to.
     Raises ModelError, or CapacityError where the asked for context does not fit in memory.
     """
 
@@ -35,51 +31,37 @@ class Worker:
         dtype = DTYPES[config.dtype]
         with torch.inference_mode():
             self.decoder = load_decoder(checkpoint, self.ops, dtype)
-            self.max_model_len, self.num_blocks = self._size_cache(dtype)
-            model = self.decoder.config
-            self.caches: list[KVCache] = [
-                self.ops.kv_cache(self.num_blocks, config.block_size, model.num_kv_heads, model.head_dim, dtype)
-                for _ in range(model.num_layers)
-            ]
+            kv_dtype = torch.int8 if config.kv_cache_dtype == "int8" else dtype
+            # After the weights are loaded, so that what they take is not counted as free.
+            size = size_cache(config, self.decoder.config, kv_dtype, available_memory())
+            self.max_model_len, self.num_blocks, self.num_host_blocks = (
+                size.max_model_len,
+                size.num_blocks,
+                size.num_host_blocks,
+            )
+            self.caches = self._kv_caches(self.num_blocks, kv_dtype)
+            self.host_caches = self._kv_caches(self.num_host_blocks, kv_dtype) if self.num_host_blocks else []
 
-    def _size_cache(self, dtype: torch.dtype) -> tuple[int, int]:
-        """The longest sequence, and how many blocks of KV cache to make."""
-        config, model = self.config, self.decoder.config
-        if config.max_model_len is not None and config.max_model_len > model.max_position:
-            raise CapacityError(
-                f"max_model_len {config.max_model_len} is more than the {model.max_position} tokens "
-                f"that the model was made for; use at most {model.max_position}"
-            )
-        length = config.max_model_len or model.max_position
-        block_bytes = config.block_size * model.kv_bytes_per_token(dtype.itemsize)
-        budget = config.kv_cache_memory
-        if budget is None:
-            budget = int(available_memory() * config.gpu_memory_utilization)
-        blocks_per_sequence = -(-length // config.block_size)
-        num_blocks = min(budget // block_bytes, blocks_per_sequence * config.max_num_seqs)
-        capacity = num_blocks * config.block_size
-        if capacity < length and config.max_model_len is None and capacity > 0:
-            length = capacity  # nobody asked for more
-            logger.warning("the context is cut to %d tokens, which is what fits in memory", length)
-        if capacity < length:
-            raise CapacityError(
-                f"a context of {length} tokens needs {_gib(blocks_per_sequence * block_bytes)} of KV cache and there "
-                f"are {_gib(budget)}: use a max_model_len of at most {capacity}, or more memory with kv_cache_memory"
-            )
-        logger.info(
-            "KV cache: %d blocks = %d tokens = %.1f sequences of %d tokens, %s",
-            num_blocks,
-            capacity,
-            capacity / length,
-            length,
-            _gib(num_blocks * block_bytes),
-        )
-        return length, num_blocks
+    def _kv_caches(self, num_blocks: int, dtype: torch.dtype) -> list[KVCache]:
+        """A cache for each layer."""
+        model, size = self.decoder.config, self.config.block_size
+        return [
+            self.ops.kv_cache(num_blocks, size, model.num_kv_heads, model.head_dim, dtype)
+            for _ in range(model.num_layers)
+        ]
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
-        """Runs one step and draws the tokens it asks for."""
+        """Moves blocks about as the plan says, runs one step and draws the tokens it asks for."""
+        if plan.swap_out or plan.swap_in:
+            for cache, host in zip(self.caches, self.host_caches, strict=True):
+                self.ops.copy_blocks(cache, host, plan.swap_out)
+                self.ops.copy_blocks(host, cache, [(block, device) for device, block in plan.swap_in])
+        for cache in self.caches:
+            self.ops.copy_blocks(cache, cache, plan.copies)
         steps = plan.sequences
+        if not steps:
+            return StepResult()
         ids = torch.tensor([t for s in steps for t in s.token_ids])
         rows, draws, scored = _select_rows(steps)
         logits = self.decoder.forward(ids, self._batch(steps), self.caches, torch.tensor(rows, dtype=torch.int64))
@@ -134,7 +116,3 @@ def _select_rows(
             rows.append(end - 1)
         start = end
     return rows, draws, scored
-
-
-def _gib(num_bytes: float) -> str:
-    return f"{num_bytes / 2**30:.2f} GiB"

@@ -1,0 +1,125 @@
+"""How many blocks of KV cache to make, and how long a sequence may be."""
+
+import logging
+from dataclasses import dataclass
+
+import torch
+
+from headrace.config import EngineConfig
+from headrace.errors import CapacityError
+from headrace.models.config import DecoderConfig
+from headrace.ops.reference import KV_SCALE_DTYPE
+from headrace.worker.memory import Available
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSize:
+    """max_model_len: the longest sequence, in tokens. num_blocks: of the cache; num_host_blocks: of that to swap to.
+
+    block_bytes: what a block takes in all layers together.
+    """
+
+    max_model_len: int
+    num_blocks: int
+    num_host_blocks: int
+    block_bytes: int
+
+
+def size_cache(config: EngineConfig, model: DecoderConfig, dtype: torch.dtype, available: Available) -> CacheSize:
+    """Fits the cache into memory, and says how it came out.
+
+    dtype: in which keys and values are stored; see `Ops.kv_cache`.
+    available: once the weights are loaded. The cache takes `config.kv_cache_memory` of it, or the share that
+        `config.gpu_memory_utilization` allows, but no more than `max_num_seqs` sequences of the greatest length fill.
+    Raises CapacityError, saying what would fit, if one such sequence does not fit.
+    """
+    longest = config.max_model_len
+    if isinstance(longest, int) and longest > model.max_position:
+        raise CapacityError(
+            f"max_model_len {longest} is more than the {model.max_position} tokens that the model was made for; "
+            f"use at most {model.max_position}"
+        )
+    block_bytes = _block_bytes(config, model, dtype)
+    budget, source = _budget(config, available)
+    length = longest if isinstance(longest, int) else model.max_position
+    fitting = budget // block_bytes * config.block_size
+    if fitting < length and (isinstance(longest, int) or fitting < 1):
+        least = length if isinstance(longest, int) else config.block_size
+        raise CapacityError(_what_would_fit(config, model, least, dtype, available))
+    if fitting < length:
+        logger.warning(
+            "the context is cut from %d to %d tokens, which is what fits in %s (%s)",
+            length,
+            fitting,
+            _human(budget),
+            source,
+        )
+        length = fitting
+    most_blocks = -(-length // config.block_size) * config.max_num_seqs
+    num_blocks = min(budget // block_bytes, most_blocks)
+    num_host_blocks = min(int(config.swap_space) // block_bytes, most_blocks)
+    tokens = num_blocks * config.block_size
+    swap = f", and {num_host_blocks} blocks to swap to" if num_host_blocks else ""
+    logger.info(
+        "KV cache: %d blocks = %d tokens = %.1f sequences of max length %d; %s of %s%s",
+        num_blocks,
+        tokens,
+        tokens / length,
+        length,
+        _human(num_blocks * block_bytes),
+        str(dtype).removeprefix("torch."),
+        swap,
+    )
+    return CacheSize(length, num_blocks, num_host_blocks, block_bytes)
+
+
+def _block_bytes(config: EngineConfig, model: DecoderConfig, dtype: torch.dtype) -> int:
+    scale = KV_SCALE_DTYPE.itemsize if dtype == torch.int8 else 0
+    return config.block_size * model.kv_bytes_per_token(dtype.itemsize, scale)
+
+
+def _budget(config: EngineConfig, available: Available) -> tuple[int, str]:
+    """Bytes for the cache, and where the number comes from."""
+    if isinstance(config.kv_cache_memory, int):
+        return config.kv_cache_memory, "kv_cache_memory"
+    share = config.gpu_memory_utilization
+    left = max(0, available.num_bytes - int(config.swap_space))
+    less = f" less the swap_space of {_human(int(config.swap_space))}" if config.swap_space else ""
+    return int(left * share), f"{share:.0%} of {available.limited_by}{less}; gpu_memory_utilization sets the share"
+
+
+def _what_would_fit(
+    config: EngineConfig, model: DecoderConfig, length: int, dtype: torch.dtype, available: Available
+) -> str:
+    """The message for a sequence of `length` tokens that does not fit: by how much, and every way out there is."""
+    size = config.block_size
+    blocks = -(-length // size)
+    budget, source = _budget(config, available)
+    needed = blocks * _block_bytes(config, model, dtype)
+    ways = []
+    fitting = budget // _block_bytes(config, model, dtype) * size
+    if fitting:
+        ways.append(f"max_model_len of at most {fitting} (or 'auto')")
+    smaller = _block_bytes(config, model, torch.int8)
+    fitting = budget // smaller * size
+    if dtype != torch.int8 and fitting:
+        ways.append("kv_cache_dtype int8" + (f" with max_model_len of at most {fitting}" if fitting < length else ""))
+    if size > 1 and not fitting:
+        ways.append("a smaller block_size")
+    if needed <= available.num_bytes:
+        ways.append(f"kv_cache_memory of at least {_human(needed)} ({needed} bytes)")
+    else:
+        ways.append(f"{_human(needed - available.num_bytes)} more memory")
+    return (
+        f"a context of {length} tokens needs {_human(needed)} of KV cache, and there are {_human(budget)} for it "
+        f"({source}); what would fit: {'; or '.join(ways)}"
+    )
+
+
+def _human(num_bytes: float) -> str:
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.4g} {unit}"
+    return f"{num_bytes:.0f} bytes"
