@@ -51,7 +51,6 @@ class Engine:
         self.config = config
         checkpoint = open_checkpoint(config.model, config.revision)
         self.tokenizer = checkpoint.tokenizer()
-        self.eos_ids: tuple[int, ...] = tuple(checkpoint.generation_config.get("eos_token_id", ()))
         settings = ("temperature", "top_k", "top_p", "min_p")
         self.default_sampling = {
             k: checkpoint.generation_config[k] for k in settings if checkpoint.generation_config.get(k) is not None
@@ -59,6 +58,9 @@ class Engine:
         self.worker = Worker(config, checkpoint)
         self.max_model_len = self.worker.max_model_len
         self.vocab_size = self.worker.decoder.config.vocab_size
+        # A tokenizer may know more tokens than the model has rows for; what is never drawn ends nothing.
+        ends: list[int] = checkpoint.generation_config.get("eos_token_id", [])
+        self.eos_ids = tuple(token for token in ends if token < self.vocab_size)
         pool = BlockPool(self.worker.num_blocks, config.block_size)
         self.scheduler = Scheduler(
             pool, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens
@@ -169,8 +171,6 @@ class Engine:
         first = sequence.num_output == 0
         sequence.token_ids.append(token)
         text, reason, cause = self._text(stream, token)
-        if reason is None and len(sequence.token_ids) >= sequence.max_length:
-            text, reason = text + stream.detokenizer.finish(), "length"
         if reason is not None:
             self._forget(stream)
         return TokenDelta(
@@ -186,15 +186,23 @@ class Engine:
 
     def _text(self, stream: _Stream, token: int) -> tuple[str, FinishReason | None, int | str | None]:
         """The text that a token brings, and whether and why it ends the output."""
-        params, detokenizer = stream.sequence.params, stream.detokenizer
-        if token in stream.sequence.stop_ids:
-            asked_for = token in (params.stop_token_ids or ())
-            text = detokenizer.append(token) if asked_for and params.include_stop_str_in_output else ""
-            return text + detokenizer.finish(), "stop", token if asked_for else None
-        text = detokenizer.append(token)
-        if detokenizer.stopped_by is not None:
-            return text, "stop", detokenizer.stopped_by
-        return text, None, None
+        sequence, params, detokenizer = stream.sequence, stream.sequence.params, stream.detokenizer
+        text = ""
+        reason: FinishReason | None = None
+        cause: int | str | None = None
+        if token in sequence.stop_ids:
+            reason = "stop"
+            if token in (params.stop_token_ids or ()):
+                cause = token
+                text = detokenizer.append(token) if params.include_stop_str_in_output else ""
+        else:
+            text = detokenizer.append(token)
+            reason = "length" if len(sequence.token_ids) >= sequence.max_length else None
+        if reason is not None:
+            text += detokenizer.finish()
+        if detokenizer.stopped_by is not None:  # by this token, or in what was held back until the end
+            reason, cause = "stop", detokenizer.stopped_by
+        return text, reason, cause
 
     def _forget(self, stream: _Stream) -> None:
         """Takes a sequence that has ended out of everything."""
