@@ -45,7 +45,7 @@ def random_ids(length: int, seed: int = 0) -> list[int]:
 
 
 def logits(path: Path, *prompts: list[int]) -> list[np.ndarray]:
-    return [rows.double().numpy() for rows in DecoderRunner(path).logits(list(prompts))]
+    return [rows.double().numpy() for rows in DecoderRunner.load(path).logits(list(prompts))]
 
 
 def log_softmax(x: np.ndarray) -> np.ndarray:
@@ -275,7 +275,7 @@ class TestMixedTypes:
         unused = torch.arange(8, dtype=torch.int64)
         path = save_t0(tmp_path, weights=stored | {"rotary.inv_freq": unused})  # type: ignore[arg-type]
         with caplog.at_level(logging.WARNING):
-            (ours,) = DecoderRunner(path).logits([self.IDS])
+            (ours,) = DecoderRunner.load(path).logits([self.IDS])
         assert "rotary.inv_freq" in caplog.text
         rounded = {name: value.double().numpy() for name, value in stored.items()}
         truth = torch.from_numpy(t0_numpy_logits(rounded, t0_config(), self.IDS))

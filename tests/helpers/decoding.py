@@ -6,25 +6,33 @@ from pathlib import Path
 import torch
 
 from headrace.formats.open import open_checkpoint
+from headrace.models.decoder import Decoder
 from headrace.models.loader import load_decoder
 from headrace.ops import create_ops
 from headrace.ops.reference import RaggedBatch
 
 
 class DecoderRunner:
-    """A checkpoint's decoder in float32, and a paged cache of the size that a call needs."""
+    """A decoder, and a paged cache of the size that a call needs."""
 
-    def __init__(self, path: str | Path, backend: str = "reference") -> None:
-        self.ops = create_ops(backend)
+    def __init__(self, decoder: Decoder) -> None:
+        self.decoder, self.ops = decoder, decoder.ops
+
+    @classmethod
+    def load(cls, path: str | Path, backend: str = "reference") -> "DecoderRunner":
+        """The decoder of a checkpoint, in float32."""
         with torch.inference_mode():
-            self.decoder = load_decoder(open_checkpoint(str(path), None), self.ops, torch.float32)
+            return cls(load_decoder(open_checkpoint(str(path)), create_ops(backend), torch.float32))
 
     @torch.inference_mode()
-    def logits(self, prompts: list[list[int]], *, chunk: int | None = None, block_size: int = 16) -> list[torch.Tensor]:
+    def logits(
+        self, prompts: list[list[int]], *, chunk: int | None = None, block_size: int = 16, last: int | None = None
+    ) -> list[torch.Tensor]:
         """Logits `[len(prompt), vocab]` of each prompt, all of them run together as ragged batches.
 
         chunk: how many tokens of each prompt a step takes; None for all. The blocks of the cache are dealt out at
-        random, so that nothing comes out right by lying in order.
+            random, so that nothing comes out right by lying in order.
+        last: give those of the last so many tokens of each prompt only.
         """
         blocks = [-(-len(prompt) // block_size) for prompt in prompts]
         deck = random.Random(0).sample(range(sum(blocks) + 3), sum(blocks))
@@ -48,10 +56,11 @@ class DecoderRunner:
                 block_tables=padded[list(pieces)],
             )
             ids = torch.tensor([token for piece in pieces.values() for token in piece])
-            logits = self.decoder.forward(ids, batch, caches, torch.arange(len(ids)))
-            for i, rows in zip(pieces, logits.split(batch.query_lens), strict=True):
-                out[i].append(rows)
-        return [torch.cat(rows) for rows in out]
+            wanted = [row for row, (i, p) in enumerate(places) if last is None or p >= len(prompts[i]) - last]
+            logits = self.decoder.forward(ids, batch, caches, torch.tensor(wanted, dtype=torch.int64))
+            for place, row in zip(wanted, logits, strict=True):
+                out[places[place][0]].append(row)
+        return [torch.stack(rows) for rows in out]
 
 
 def relative_error(ours: torch.Tensor, truth: torch.Tensor) -> float:

@@ -55,7 +55,7 @@ def test_logits_are_those_of_transformers(
     family: str, old_config: bool, prompts: list[list[int]], tmp_path: Path
 ) -> None:
     directory = save_family(tmp_path, family, seed=1, old_config=old_config)
-    model, runner = transformers_model(directory), DecoderRunner(directory)
+    model, runner = transformers_model(directory), DecoderRunner.load(directory)
     together, chunked = runner.logits(prompts), runner.logits(prompts, chunk=5)
     for prompt, whole, pieces in zip(prompts, together, chunked, strict=True):
         truth = transformers_logits(model, prompt)
@@ -79,7 +79,7 @@ def test_partial_rotary_leaves_the_rest_of_each_head(scaling: dict[str, object] 
     # transformers' Llama ignores the key; the reference is the NumPy forward pass.
     config = t0_config(partial_rotary_factor=0.5, rope_scaling=scaling)
     ids = np.random.default_rng(0).integers(0, VOCAB, 60).tolist()
-    (ours,) = DecoderRunner(save_t0(tmp_path, config=config)).logits([ids])
+    (ours,) = DecoderRunner.load(save_t0(tmp_path, config=config)).logits([ids])
     assert relative_error(ours, torch.from_numpy(t0_numpy_logits(t0_weights(), config, ids))) < TOLERANCE
 
 
@@ -93,7 +93,7 @@ def test_attention_softcap(tmp_path: Path) -> None:
     uncapped = transformers_logits(model, ids)
     model.set_attn_implementation("eager")
     truth = transformers_logits(model, ids, softcap=0.5)
-    (ours,) = DecoderRunner(tmp_path).logits([ids])
+    (ours,) = DecoderRunner.load(tmp_path).logits([ids])
     assert relative_error(ours, truth) < TOLERANCE
     assert relative_error(uncapped, truth) > 0.01  # the cap makes a difference here
 
@@ -120,7 +120,7 @@ def test_a_config_that_cannot_be_run_is_refused_by_name(
 ) -> None:
     save_t0(tmp_path, config=t0_config(**changes), weights=t0_weights())
     with pytest.raises(ModelError) as error:
-        DecoderRunner(tmp_path)
+        DecoderRunner.load(tmp_path)
     message = str(error.value)
     assert all(name in message for name in [str(tmp_path), *names]), message
     assert "\n" not in message

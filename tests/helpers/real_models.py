@@ -1,0 +1,79 @@
+"""The two real models in transformers and in the engine, each loaded once, and what transformers generates."""
+
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import gguf
+import numpy
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+from headrace import LLM
+from headrace.kvcache.block_pool import BlockPool
+from headrace.scheduler.scheduler import Scheduler
+from helpers.model_files import gemma3, smollm2
+
+PATHS = {"smollm2": smollm2, "gemma3": gemma3}
+
+
+@functools.cache
+def transformers_model(name: str) -> PreTrainedModel:
+    """transformers' own reading of the GGUF file, float32."""
+    path: Path = PATHS[name]()
+    # It takes most of a minute, unless the file is parsed only once, slicing is that of plain arrays, and the table of
+    # names is not made anew for each module.
+    plain = functools.partial(_plain_memmap, numpy.memmap)
+    with (
+        patch("numpy.memmap", plain),
+        patch("gguf.GGUFReader", functools.cache(gguf.GGUFReader)),
+        patch("gguf.get_tensor_name_map", functools.cache(gguf.get_tensor_name_map)),
+    ):
+        model = transformers.AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+    assert isinstance(model, PreTrainedModel)
+    # `generate` takes from here what its caller leaves out, end-of-sequence tokens among it.
+    model.generation_config = transformers.GenerationConfig(pad_token_id=0)
+    return model.eval()
+
+
+def _plain_memmap(memmap: type[numpy.memmap], *arguments: Any, **keywords: Any) -> numpy.ndarray:
+    return memmap(*arguments, **keywords).view(numpy.ndarray)
+
+
+@functools.cache
+def llm(name: str) -> LLM:
+    return LLM(str(PATHS[name]()), max_model_len=1024, kv_cache_memory=256 << 20, block_size=16, seed=0)
+
+
+def limit(engine_of: LLM, *, seqs: int = 64, tokens: int = 2048, blocks: int | None = None) -> Scheduler:
+    """Gives an idle engine a scheduler with other limits, and at most `blocks` of its blocks, without loading again."""
+    engine = engine_of.engine
+    assert not engine.has_work
+    pool = BlockPool(blocks or engine.worker.num_blocks, engine.config.block_size)
+    engine.scheduler = Scheduler(pool, max_num_seqs=seqs, max_num_batched_tokens=tokens)
+    return engine.scheduler
+
+
+def transformers_greedy(model: PreTrainedModel, prompts: Sequence[list[int]], count: int) -> list[list[int]]:
+    """The `count` most likely tokens after each prompt by `generate`; end-of-sequence tokens are like any other."""
+    longest = max(map(len, prompts))
+    padding = [longest - len(prompt) for prompt in prompts]
+    with torch.inference_mode():
+        out: Any = model.generate(
+            torch.tensor([[0] * n + prompt for n, prompt in zip(padding, prompts, strict=True)]),
+            attention_mask=torch.tensor([[0] * n + [1] * (longest - n) for n in padding]),
+            do_sample=False,
+            max_new_tokens=count,
+        )
+    result: list[list[int]] = out[:, longest:].tolist()
+    return result
+
+
+def transformers_logprobs(model: PreTrainedModel, ids: list[int], last: int = 0) -> torch.Tensor:
+    """Log-probabilities `[last, vocab]` after each of the last tokens of `ids` (0 for all of them)."""
+    with torch.inference_mode():
+        logits: torch.Tensor = model(torch.tensor([ids]), use_cache=False, logits_to_keep=last).logits[0]
+        return logits.log_softmax(-1)
