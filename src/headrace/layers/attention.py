@@ -1,5 +1,6 @@
 """Multi-head attention over the paged cache."""
 
+import torch
 from torch import Tensor
 
 from headrace.layers.linear import Linear
@@ -38,10 +39,11 @@ class Attention:
     def __call__(self, x: Tensor, angles: tuple[Tensor, Tensor], batch: RaggedBatch, cache: KVCache) -> Tensor:
         """x: `[T, hidden]`; angles: cosines and sines `[T, R/2]` of the tokens' positions. Returns `[T, hidden]`."""
         heads = self.qkv(x).view(len(x), -1, self.head_dim)
-        query, key, value = heads.split([self.heads, self.kv_heads, self.kv_heads], 1)
+        query_key, value = heads.split([self.heads + self.kv_heads, self.kv_heads], 1)
         if self.q_norm is not None and self.k_norm is not None:
-            query, key = self.q_norm(query), self.k_norm(key)
-        query, key = self.ops.rotary(query, *angles), self.ops.rotary(key, *angles)
+            query, key = query_key.split([self.heads, self.kv_heads], 1)
+            query_key = torch.cat([self.q_norm(query), self.k_norm(key)], 1)
+        query, key = self.ops.rotary(query_key, *angles).split([self.heads, self.kv_heads], 1)
         self.ops.store_kv(key, value, cache, batch.slots)
         mixed = self.ops.attention(query, cache, batch, scale=self.scale, window=self.window, softcap=self.softcap)
         return self.output(mixed.flatten(1))

@@ -11,8 +11,9 @@ Unless said otherwise activations are in the model's dtype, and every op compute
 
 import itertools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -66,6 +67,7 @@ class RaggedBatch:
     positions: int64 `[T]`, the position of each token in its sequence.
     slots: int64 `[T]`, where each token's key and value go: block number x block size + place in the block.
     block_tables: int64 `[B, blocks]`, the blocks of each sequence in order, padded with any valid block number.
+    notes: what a backend works out of these once, and uses in every layer; whoever makes a batch leaves it empty.
     """
 
     query_lens: list[int]
@@ -73,6 +75,7 @@ class RaggedBatch:
     positions: Tensor
     slots: Tensor
     block_tables: Tensor
+    notes: dict[Hashable, Any] = field(default_factory=dict)
 
 
 class Ops:
@@ -202,55 +205,51 @@ class Ops:
         sinks: float32 `[H]`, one more score per head that takes its share of the softmax and has no value (gpt-oss).
         Returns `[T, H, D]`.
         """
+        groups = batch.notes.get(window)
+        if groups is None:
+            groups = batch.notes[window] = _groups(batch, window, cache.block_size)
+        parts = [self._attend(query, cache, group, scale, window, softcap, sinks) for group in groups]
+        if len(groups) == 1:
+            return parts[0]
         out = torch.empty_like(query)
-        ends = list(itertools.accumulate(batch.query_lens))
-        for group in _groups(batch, window, cache.block_size):
-            n = batch.query_lens[group[0].index]
-            length = max(m.num_keys for m in group)
-            keys, values, key_positions = _gather(cache, batch, group, length)
-            tokens = torch.tensor([t for m in group for t in range(ends[m.index] - n, ends[m.index])])
-            queries = query[tokens].view(len(group), n, -1, query.shape[-1])
-            positions = batch.positions[tokens].view(len(group), n)
-            tile = max(1, MAX_SCORES // (query.shape[1] * length * len(group)))
-            parts = [
-                self._attend(q, keys, values, p, key_positions, scale, window, softcap, sinks)
-                for q, p in zip(queries.split(tile, 1), positions.split(tile, 1), strict=True)
-            ]
-            out[tokens] = torch.cat(parts, 1).flatten(0, 1).to(out.dtype)
+        for group, part in zip(groups, parts, strict=True):
+            out[group.tokens] = part
         return out
 
     @staticmethod
     def _attend(
         query: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        positions: Tensor,
-        key_positions: Tensor,
+        cache: KVCache,
+        group: "_Group",
         scale: float,
         window: int | None,
         softcap: float | None,
         sinks: Tensor | None,
     ) -> Tensor:
-        """n queries in each of b sequences to their s keys.
-
-        query: `[b, n, H, D]`; keys, values: `[K, b, s, D]`; positions: `[b, n]`; key_positions: `[b, s]`.
-        """
-        b, n, heads, dim = query.shape
-        kv_heads, _, s, _ = keys.shape
-        grouped = (query.float() * scale).view(b, n, kv_heads, -1, dim).permute(2, 0, 3, 1, 4)  # [K, b, H/K, n, D]
-        scores = (grouped.reshape(kv_heads, b, -1, dim) @ keys.transpose(-1, -2)).view(kv_heads, b, -1, n, s)
-        if softcap is not None:
-            scores = softcap * torch.tanh(scores / softcap)
-        distance = positions[..., None] - key_positions[:, None]  # [b, n, s], from a query back to a key
-        hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
-        scores = scores.masked_fill(hidden[None, :, None], -torch.inf)
-        if sinks is not None:
-            extra = sinks.float().view(kv_heads, 1, -1, 1, 1).expand(-1, b, -1, n, -1)
-            weights = torch.cat([scores, extra], -1).softmax(-1)[..., :-1]
-        else:
-            weights = scores.softmax(-1)
-        mixed = weights.reshape(kv_heads, b, -1, s) @ values  # [K, b, H/K * n, D]
-        return mixed.view(kv_heads, b, -1, n, dim).permute(1, 3, 0, 2, 4).reshape(b, n, heads, dim)
+        """The attention of one group's tokens; as `attention`, for those alone."""
+        (b, n), s = group.positions.shape, group.key_positions.shape[1]
+        heads, dim = query.shape[1:]
+        keys, values = group.gather(cache)  # [K, b, s, D]
+        kv_heads = len(keys)
+        queries = (query[group.tokens].float() * scale).view(b, n, kv_heads, -1, dim).permute(2, 0, 3, 1, 4)
+        out = query.new_empty(b, n, heads, dim)
+        tile = max(1, MAX_SCORES // (heads * s * b))
+        for start in range(0, n, tile):
+            q = queries[..., start : start + tile, :]  # [K, b, H/K, n, D]
+            scores = (q.reshape(kv_heads, b, -1, dim) @ keys.transpose(-1, -2)).view(*q.shape[:-1], s)
+            if softcap is not None:
+                scores = softcap * torch.tanh(scores / softcap)
+            hidden = group.hidden(start, start + tile, window)
+            if hidden is not None:
+                scores = scores.masked_fill(hidden[:, None], -torch.inf)
+            if sinks is not None:
+                extra = sinks.float().view(kv_heads, 1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+                weights = torch.cat([scores, extra], -1).softmax(-1)[..., :-1]
+            else:
+                weights = scores.softmax(-1)
+            mixed = weights.reshape(kv_heads, b, -1, s) @ values  # [K, b, H/K * n, D]
+            out[:, start : start + tile] = mixed.view(q.shape).permute(1, 3, 0, 2, 4).flatten(2, 3)
+        return out.flatten(0, 1)
 
     def gated(self, x: Tensor, activation: str) -> Tensor:
         """activation(first half) * second half of the last dimension (Shazeer 2020).
@@ -307,20 +306,64 @@ def _to_int8(x: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(slots=True)
 class _Member:
-    """A sequence in a group that is attended together: its place in the batch, its first block that any of its queries
-    sees, and the number of keys from there on."""
+    """A sequence in a group: its place in the batch, the first block that any of its queries sees, and the number of
+    keys from there on."""
 
     index: int
     first_block: int
     num_keys: int
 
 
-def _groups(batch: RaggedBatch, window: int | None, block_size: int) -> list[list[_Member]]:
-    """The sequences of a step, in groups that share a product padded to the longest of them.
+class _Group:
+    """b sequences of a step with n tokens each, which share a product over s keys, padded to the longest of them.
 
-    Those with one query share it with others of nearly the same number of keys; each longer piece has its own.
+    tokens: which of the step's tokens they are, sequence by sequence.
+    positions: int64 `[b, n]`, of the tokens; key_positions: int64 `[b, s]`, of the keys.
     """
-    singles, groups = [], []
+
+    def __init__(self, batch: RaggedBatch, members: list[_Member], starts: list[int], block_size: int) -> None:
+        n, length = batch.query_lens[members[0].index], max(m.num_keys for m in members)
+        tokens = [t for m in members for t in range(starts[m.index], starts[m.index] + n)]
+        in_place = tokens == list(range(tokens[0], tokens[-1] + 1))
+        self.tokens = slice(tokens[0], tokens[-1] + 1) if in_place else torch.tensor(tokens)
+        self.positions = batch.positions[self.tokens].view(len(members), n)
+        first = torch.tensor([m.first_block for m in members])[:, None]
+        self.key_positions = first * block_size + torch.arange(length)
+        tables = batch.block_tables[[m.index for m in members]]
+        blocks = first + torch.arange(-(-length // block_size))
+        self.tables = tables.gather(1, blocks.clamp(max=tables.shape[1] - 1))
+        self.padded = [(i, m.num_keys) for i, m in enumerate(members) if m.num_keys < length]
+        self._hidden: dict[tuple[int, int], Tensor | None] = {}
+
+    def gather(self, cache: KVCache) -> tuple[Tensor, Tensor]:
+        """The keys and values that the sequences see: float32 `[K, b, s, D]` each.
+
+        Padding holds anything; in the values anything but an infinity or NaN, which a weight of zero does not stop.
+        """
+        length = self.key_positions.shape[1]
+        keys = _read(cache.keys, cache.key_scales, self.tables)[:, :, :length]
+        values = _read(cache.values, cache.value_scales, self.tables)[:, :, :length]
+        for i, num_keys in self.padded:
+            values[:, i, num_keys:] = 0
+        return keys, values
+
+    def hidden(self, start: int, end: int, window: int | None) -> Tensor | None:
+        """Which keys the tokens from `start` to `end` of each sequence do not see: bool `[b, n, s]`; None for none."""
+        if (start, end) not in self._hidden:
+            distance = self.positions[:, start:end, None] - self.key_positions[:, None]
+            hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
+            self._hidden[start, end] = hidden if hidden.any() else None
+        return self._hidden[start, end]
+
+
+def _groups(batch: RaggedBatch, window: int | None, block_size: int) -> list[_Group]:
+    """The sequences of a step in groups.
+
+    Those with one token share a group with others of nearly the same number of keys; each longer piece has its own.
+    """
+    starts = [0, *itertools.accumulate(batch.query_lens)]
+    singles: list[_Member] = []
+    groups: list[list[_Member]] = []
     for index, (n, context) in enumerate(zip(batch.query_lens, batch.context_lens, strict=True)):
         first_block = 0 if window is None else max(0, context - n - window + 1) // block_size
         member = _Member(index, first_block, context - first_block * block_size)
@@ -336,26 +379,7 @@ def _groups(batch: RaggedBatch, window: int | None, block_size: int) -> list[lis
             groups.append([])
             longest, padding = m.num_keys, 0
         groups[-1].append(m)
-    return groups
-
-
-def _gather(cache: KVCache, batch: RaggedBatch, group: list[_Member], length: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The keys and values that the members of a group see, each padded to `length`, and the positions of the keys.
-
-    Returns two float32 `[K, b, length, D]`, of which the padding holds anything but an infinity or NaN in the values,
-    and int64 `[b, length]`.
-    """
-    first = torch.tensor([m.first_block for m in group])[:, None]
-    blocks = first + torch.arange(-(-length // cache.block_size))
-    tables = batch.block_tables[[m.index for m in group]]
-    tables = tables.gather(1, blocks.clamp(max=tables.shape[1] - 1))
-    keys = _read(cache.keys, cache.key_scales, tables)[:, :, :length]
-    values = _read(cache.values, cache.value_scales, tables)[:, :, :length]
-    # A weight of zero does not help against a NaN that somebody else left behind the end of a shorter sequence.
-    for i, m in enumerate(group):
-        if m.num_keys < length:
-            values[:, i, m.num_keys :] = 0
-    return keys, values, first * cache.block_size + torch.arange(length)
+    return [_Group(batch, sorted(members, key=lambda m: m.index), starts, block_size) for members in groups]
 
 
 def _read(stored: Tensor, scales: Tensor | None, tables: Tensor) -> Tensor:
