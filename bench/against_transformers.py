@@ -28,7 +28,7 @@ def main() -> None:
     parser.add_argument("--prompt-len", type=int, default=64, help="tokens per prompt (default: %(default)s)")
     parser.add_argument("--output-len", type=int, default=64, help="tokens per answer (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="timed rounds of each (default: %(default)s)")
-    parser.add_argument("--backend", default="reference", help="Headrace's backend (default: %(default)s)")
+    parser.add_argument("--backend", default="auto", help="Headrace's backend (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="(default: all cores)")
     parser.add_argument("--json", type=Path, help="write the figures there too")
     args = parser.parse_args()

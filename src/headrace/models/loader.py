@@ -120,7 +120,7 @@ def load_decoder(checkpoint: Checkpoint, ops: Ops, dtype: torch.dtype) -> Decode
             rope=c.layer_ropes[i],
         )
 
-    embedding = ops.matrix([checkpoint.read(EMBEDDING)], dtype)
+    embedding = ops.table(checkpoint.read(EMBEDDING), dtype)
     head = embedding if c.tied else ops.matrix([checkpoint.read(HEAD)], dtype)
     layers = [layer(i) for i in tqdm(range(c.num_layers), desc="Loading layers", unit="layer", disable=None)]
     return Decoder(c, ops, embedding, ropes, layers, norm("model.norm"), Linear(ops, head))

@@ -38,7 +38,7 @@ KV_SCALE_DTYPE = torch.float32
 
 @dataclass(slots=True)
 class Matrix:
-    """A weight ready for `linear` and `embedding`; what `data` holds is the backend's own affair."""
+    """A weight ready for `linear`, or a table for `embedding`; what `data` holds is the backend's own affair."""
 
     shape: tuple[int, int]
     data: Tensor
@@ -94,6 +94,10 @@ class Ops:
         dense = [w.dequantize(dtype) for w in weights]
         data = dense[0] if len(dense) == 1 else torch.cat(dense)
         return Matrix((data.shape[0], data.shape[1]), data)
+
+    def table(self, weight: Weight, dtype: torch.dtype) -> Matrix:
+        """A matrix `[V, hidden]` whose rows `embedding` reads. `linear` takes it too, where a model ties its embeddings."""
+        return Ops.matrix(self, [weight], dtype)
 
     def kv_cache(self, num_blocks: int, block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> KVCache:
         """Room for the keys and values of `num_blocks * block_size` tokens of one layer.
