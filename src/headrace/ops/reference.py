@@ -96,7 +96,7 @@ class Ops:
         return Matrix((data.shape[0], data.shape[1]), data)
 
     def table(self, weight: Weight, dtype: torch.dtype) -> Matrix:
-        """A matrix `[V, hidden]` whose rows `embedding` reads. `linear` takes it too, where a model ties its embeddings."""
+        """A matrix `[V, hidden]` whose rows `embedding` reads. `linear` takes it too: embeddings may be tied."""
         return Ops.matrix(self, [weight], dtype)
 
     def kv_cache(self, num_blocks: int, block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> KVCache:
