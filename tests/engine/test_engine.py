@@ -129,6 +129,24 @@ class TestSampling:
         assert runs[0] == runs[1] != runs[2]
         assert runs[0][0] != runs[0][1]
 
+    def test_tokens_are_those_that_numpys_random_numbers_draw(self, t0: LLM) -> None:
+        # The random numbers are the first words of Philox with key (seed, index) and counter (position, 0, 0, 0); a
+        # token is the first whose cumulative probability, in order of ids, exceeds its number.
+        params = SamplingParams(temperature=0.8, n=3, seed=11, max_tokens=16, ignore_eos=True)
+        for output in t0.generate(PROMPTS, params):
+            prompt = output.prompt_token_ids
+            for completion in output.outputs:
+                ids = prompt + completion.token_ids
+                probabilities = np.exp(numpy_logprobs(ids) / 0.8)
+                cumulative = probabilities.cumsum(axis=-1) / probabilities.sum(axis=-1, keepdims=True)
+                for position in range(len(prompt), len(ids)):
+                    # NumPy counts up before it draws.
+                    generator = np.random.Philox(key=[11, completion.index], counter=[position - 1, 0, 0, 0])
+                    number = (int(generator.random_raw()) >> 11) * 2.0**-53
+                    drawn = int((cumulative[position - 1] <= number).sum())
+                    near = abs(cumulative[position - 1] - number).min() < 1e-5  # float32 may fall on the other side
+                    assert ids[position] == drawn or near
+
     def test_draws_follow_the_models_distribution(self, t0: LLM) -> None:
         prompt, count = PROMPTS[0], 3000
         params = [SamplingParams(max_tokens=1, n=100, seed=seed, top_k=8) for seed in range(count // 100)]
@@ -423,11 +441,15 @@ class TestLogprobs:
                 self.check(output.prompt_logprobs[i], truth[i - 1], ids[i], top)
         assert tokens(outputs) == expected([o.prompt_token_ids for o in outputs], 2)
 
-    def test_of_prompts_that_were_preempted(self, t0_dir: Path) -> None:
-        settings = {"max_model_len": 160, "max_num_batched_tokens": 12, "max_num_seqs": 6, "block_size": 4}
-        llm = t0_llm(t0_dir, kv_cache_memory=160 * bytes_per_token(), **settings)
+    @pytest.mark.parametrize("prompts", [PROMPTS, [[1], random_prompt(100)]], ids=["many", "in-the-middle"])
+    def test_of_prompts_that_were_preempted(self, t0_dir: Path, prompts: list[list[int]]) -> None:
+        # The pair takes all 26 blocks, and the short one needs another before the long one's prompt is done.
+        settings = {"max_model_len": 104, "max_num_batched_tokens": 7, "max_num_seqs": 6, "block_size": 4}
+        if len(prompts) == 2:
+            settings |= {"max_num_batched_tokens": 4, "max_num_seqs": 2}
+        llm = t0_llm(t0_dir, kv_cache_memory=104 * bytes_per_token(), **settings)
         params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, prompt_logprobs=0, logprobs=0)
-        outputs = llm.generate(PROMPTS, params)
+        outputs = llm.generate(prompts, params)
         assert llm.engine.scheduler.num_preemptions > 0
         for output in outputs:
             ids = output.prompt_token_ids + output.outputs[0].token_ids
