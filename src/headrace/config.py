@@ -12,6 +12,7 @@ from headrace.errors import ConfigError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_CACHE_DTYPES = ("auto", "int8")
+SCHEDULING_POLICIES = ("fcfs", "priority", "fair")
 BACKENDS = ("auto", "reference", "cpu")
 
 
@@ -26,6 +27,17 @@ class EngineConfig:
     max_model_len: longest prompt plus output, in tokens; "auto" takes the model's own limit, or what fits in memory.
     max_num_seqs: most sequences in one step.
     max_num_batched_tokens: most tokens in one step; longer prompts are run in chunks.
+    scheduling_policy: in which order requests enter: "fcfs" by arrival, "priority" by their class, "fair" so that each
+        tenant gets the same share of the tokens.
+    priority_ageing: seconds of waiting that make up for one class of priority.
+    long_prefill_token_threshold: most tokens of one prompt in a step; 0 for no limit but that of the step.
+    target_itl_ms: most milliseconds between two tokens of a stream while prompts are run beside it in chunks; 0 for no
+        such limit; by default 200, or where a step without prompts takes more than 100, twice that.
+    max_waiting_requests: most sequences in the queue; what comes beyond that is refused.
+    max_waiting_tokens: most tokens in the prompts in the queue.
+    queue_timeout: seconds after which a request that has not begun is refused; None for never.
+    request_timeout: seconds after which a request is ended; None for never.
+    enable_prefix_caching: keep the cache of finished requests while there is room, for others that begin alike.
     block_size: tokens per KV block.
     kv_cache_memory: memory for the KV cache, in bytes or as 4GiB or 500MB; None sizes it from the memory that is free.
     kv_cache_dtype: in which keys and values are stored: "auto" as they are computed, "int8" in a half of bfloat16's
@@ -46,6 +58,15 @@ class EngineConfig:
     max_model_len: int | str = "auto"
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
+    scheduling_policy: str = "fcfs"
+    priority_ageing: float = 30.0
+    long_prefill_token_threshold: int = 0
+    target_itl_ms: float | None = None
+    max_waiting_requests: int = 2048
+    max_waiting_tokens: int = 2**20
+    queue_timeout: float | None = None
+    request_timeout: float | None = None
+    enable_prefix_caching: bool = True
     block_size: int = 32
     kv_cache_memory: int | str | None = None
     kv_cache_dtype: str = "auto"
@@ -75,8 +96,20 @@ class EngineConfig:
             setattr(self, name, byte_size(getattr(self, name)))
             self._integer(name, low, optional=name == "kv_cache_memory", other="a size like 4GiB or 500MB")
         self._integer("threads", 1, optional=True)
-        for name in ("max_num_seqs", "max_num_batched_tokens", "block_size"):
+        for name in (
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "block_size",
+            "max_waiting_requests",
+            "max_waiting_tokens",
+        ):
             self._integer(name, 1)
+        self._choice("scheduling_policy", SCHEDULING_POLICIES)
+        self._integer("long_prefill_token_threshold", 0)
+        for name in ("priority_ageing", "target_itl_ms", "queue_timeout", "request_timeout"):
+            self._seconds(name)
+        if not isinstance(self.enable_prefix_caching, bool):
+            raise ConfigError(f"enable_prefix_caching must be true or false, not {self.enable_prefix_caching!r}")
         self._integer("seed", -(2**63), optional=True)
         utilization = self.gpu_memory_utilization
         if not isinstance(utilization, int | float) or isinstance(utilization, bool) or not 0 < utilization <= 1:
@@ -112,6 +145,15 @@ class EngineConfig:
         if not isinstance(value, int) or isinstance(value, bool) or value < low:
             alternative = f" or {other}" if other else ""
             raise ConfigError(f"{name} must be an integer of at least {low}{alternative}, not {value!r}")
+
+    def _seconds(self, name: str) -> None:
+        """A time of zero or more, in the unit that its name or docstring says; None only where that is its default."""
+        value = getattr(self, name)
+        optional = next(f.default for f in fields(self) if f.name == name) is None
+        if value is None and optional:
+            return
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < float("inf"):
+            raise ConfigError(f"{name} must be a number from 0 on, not {value!r}")
 
 
 def byte_size(value: Any) -> Any:

@@ -27,3 +27,15 @@ class RequestError(HeadraceError):
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
         self.param = param
+
+
+class OverloadedError(HeadraceError):
+    """There is more to do than fits, or a request has waited for too long; later there may be room.
+
+    retry_after: seconds after which to try again. has_waited: whether the request was in the queue already.
+    """
+
+    def __init__(self, message: str, retry_after: int, *, has_waited: bool = False) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+        self.has_waited = has_waited

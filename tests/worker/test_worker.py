@@ -1,5 +1,6 @@
 """The worker carries blocks about as the plan says, in its order, before the step runs."""
 
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -108,4 +109,4 @@ def test_int8_holds_more_in_the_same_memory(tmp_path: Path) -> None:
 
 
 def worker_table(blocks: list[int]) -> Any:
-    return blocks
+    return array("q", blocks)

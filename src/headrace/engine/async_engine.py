@@ -10,7 +10,7 @@ from typing import Any
 from headrace.config import EngineConfig
 from headrace.engine.core import Engine, EngineStats
 from headrace.engine.request import Request, TokenDelta
-from headrace.errors import HeadraceError, RequestError
+from headrace.errors import HeadraceError, OverloadedError, RequestError
 from headrace.formats.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -76,13 +76,15 @@ class AsyncEngine:
         return self._engine.stats()
 
     def check(self, request: Request) -> None:
-        """Raises RequestError for a request that this model cannot serve."""
+        """Raises RequestError for a request that this model cannot serve, OverloadedError for one that has to wait."""
         self._engine.check(request)
+        self._engine.check_room(request)
 
     async def generate(self, request: Request) -> AsyncGenerator[TokenDelta, None]:
         """The deltas of a request as they come, until each of its sequences has finished.
 
-        Closing the iterator, or cancelling the task, aborts the request. Raises RequestError, or EngineDeadError.
+        Closing the iterator, or cancelling the task, aborts the request. Raises RequestError, OverloadedError, or
+        EngineDeadError.
         """
         self.check(request)
         if not self.is_alive:
@@ -97,6 +99,8 @@ class AsyncEngine:
                 item = await subscriber.queue.get()
                 if isinstance(item, Exception):
                     raise item
+                if item.error is not None:
+                    raise item.error
                 unfinished -= item.finish_reason is not None
                 yield item
         finally:
@@ -130,7 +134,7 @@ class AsyncEngine:
     def _add(self, request: Request) -> None:
         try:
             self._engine.add_request(request)
-        except RequestError as error:
+        except (RequestError, OverloadedError) as error:
             subscriber = self._subscribers.get(request.request_id)
             if subscriber is not None:
                 _hand_over(subscriber.loop, [(subscriber, error)])

@@ -2,20 +2,28 @@
 
 import logging
 import random
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from headrace.config import EngineConfig
 from headrace.engine.detokenizer import Detokenizer
 from headrace.engine.request import FinishReason, Request, TokenDelta
-from headrace.errors import RequestError
+from headrace.errors import OverloadedError, RequestError
 from headrace.formats.open import open_checkpoint
 from headrace.kvcache.block_pool import BlockPool
+from headrace.kvcache.manager import CacheManager
+from headrace.kvcache.prefix_index import PrefixIndex
 from headrace.sampling.params import SampledToken
-from headrace.scheduler.scheduler import Scheduler
-from headrace.scheduler.sequence import Sequence
+from headrace.scheduler.policies import FairShare, FirstComeFirstServed, Priority
+from headrace.scheduler.scheduler import Limits, Scheduler
+from headrace.scheduler.sequence import Sequence, Status
+from headrace.worker.step import PADDING
 from headrace.worker.worker import Worker
 
 logger = logging.getLogger(__name__)
+
+IDLE = 0.002  # seconds to sleep when there is work, but none that may begin yet
 
 
 @dataclass(slots=True)
@@ -29,7 +37,14 @@ class _Stream:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """Where the engine stands: sequences running and waiting, KV blocks, and counts since the start."""
+    """Where the engine stands: sequences running and waiting, KV blocks, and counts since the start.
+
+    free_blocks: held by no sequence; kept_blocks: those of them that still hold the beginning of some.
+    num_swaps: preemptions in which the cache was moved to the host's memory.
+    num_copied_blocks: blocks copied because two sequences shared them and one went on to write.
+    num_expired: sequences that were ended because their time was over.
+    prefix_queried_tokens, prefix_hit_tokens: of the prompts that were looked up in the cache, and found there.
+    """
 
     running: int
     waiting: int
@@ -37,6 +52,12 @@ class EngineStats:
     free_blocks: int
     num_preemptions: int
     num_steps: int
+    kept_blocks: int = 0
+    num_swaps: int = 0
+    num_copied_blocks: int = 0
+    num_expired: int = 0
+    prefix_queried_tokens: int = 0
+    prefix_hit_tokens: int = 0
 
 
 class Engine:
@@ -61,15 +82,38 @@ class Engine:
         # A tokenizer may know more tokens than the model has rows for; what is never drawn ends nothing.
         ends: list[int] = checkpoint.generation_config.get("eos_token_id", [])
         self.eos_ids = tuple(token for token in ends if token < self.vocab_size)
-        pool = BlockPool(self.worker.num_blocks, config.block_size)
-        self.scheduler = Scheduler(
-            pool, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens
-        )
-        self.num_steps = 0
+        self.scheduler = self._scheduler()
+        self.num_steps = self.num_expired = 0
         self._random = random.Random(config.seed)
         self._streams: dict[int, _Stream] = {}  # by seq_id
         self._requests: dict[str, list[int]] = {}  # the unfinished seq_ids of each request
         self._next_seq_id = 0
+
+    def _scheduler(self) -> Scheduler:
+        config = self.config
+        pool = BlockPool(self.worker.num_blocks, config.block_size)
+        swap = self.worker.num_host_blocks > 0
+        windows = self.worker.decoder.config.windows
+        cache = CacheManager(
+            pool,
+            index=PrefixIndex(pool) if config.enable_prefix_caching else None,
+            host=BlockPool(self.worker.num_host_blocks, config.block_size) if swap else None,
+            window=None if None in windows else max(w for w in windows if w is not None),
+        )
+        limits = Limits(
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            long_prefill_token_threshold=config.long_prefill_token_threshold,
+            target_itl=None if config.target_itl_ms is None else config.target_itl_ms / 1000,
+            max_waiting_requests=config.max_waiting_requests,
+            max_waiting_tokens=config.max_waiting_tokens,
+        )
+        policies: dict[str, Callable[[], FirstComeFirstServed]] = {
+            "fcfs": FirstComeFirstServed,
+            "priority": lambda: Priority(config.priority_ageing),
+            "fair": FairShare,
+        }
+        return Scheduler(cache, limits, policy=policies[config.scheduling_policy](), swap=swap)
 
     @property
     def has_work(self) -> bool:
@@ -77,13 +121,20 @@ class Engine:
 
     def stats(self) -> EngineStats:
         s = self.scheduler
+        pool, index = s.cache.pool, s.cache.index
         return EngineStats(
             running=len(s.running),
-            waiting=len(s.waiting),
-            num_blocks=s.pool.num_blocks,
-            free_blocks=s.pool.num_free,
+            waiting=s.num_waiting,
+            num_blocks=pool.num_blocks,
+            free_blocks=pool.num_free,
             num_preemptions=s.num_preemptions,
             num_steps=self.num_steps,
+            kept_blocks=pool.num_kept,
+            num_swaps=s.num_swapped_out,
+            num_copied_blocks=s.num_copied_blocks,
+            num_expired=self.num_expired,
+            prefix_queried_tokens=0 if index is None else index.num_queried_tokens,
+            prefix_hit_tokens=0 if index is None else index.num_hit_tokens,
         )
 
     def check(self, request: Request) -> None:
@@ -105,55 +156,91 @@ class Engine:
                         f"{name}: {token!r} is no token id; they go from 0 to {self.vocab_size - 1}", name
                     )
 
+        self.scheduler.check(len(prompt), self._max_length(request))
+        for name in ("queue_timeout", "timeout"):
+            seconds = getattr(request, name)
+            if seconds is not None and not 0 <= seconds < float("inf"):
+                raise RequestError(f"{name} must be a number of seconds from 0 on, not {seconds!r}", name)
+
+    def check_room(self, request: Request) -> None:
+        """Raises OverloadedError if the queue is too full for a request. Any thread may call it."""
+        self.scheduler.check_queue(len(request.prompt_token_ids), request.params.n)
+
+    def has_room(self, request: Request) -> bool:
+        """Whether the queue has room for a request now."""
+        try:
+            self.check_room(request)
+        except OverloadedError:
+            return False
+        return True
+
+    def _max_length(self, request: Request) -> int:
+        room = self.max_model_len - len(request.prompt_token_ids)
+        most = request.params.max_tokens
+        return len(request.prompt_token_ids) + (room if most is None else min(most, room))
+
     def add_request(self, request: Request) -> None:
-        """Queues a request. Raises RequestError as `check` does, or if one with the same id is unfinished."""
+        """Queues a request.
+
+        Raises RequestError as `check` does, or if one with the same id is unfinished, and OverloadedError.
+        """
         self.check(request)
+        self.check_room(request)
         if request.request_id in self._requests:
             raise RequestError(f"there is an unfinished request with the id {request.request_id!r}", "request_id")
         params, prompt = request.params, request.prompt_token_ids
         seed = self._random.getrandbits(64) if params.seed is None else params.seed % 2**64
-        room = self.max_model_len - len(prompt)
-        max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         ends = () if params.ignore_eos else self.eos_ids
+        now = self.scheduler.clock()
+        timeout = self.config.request_timeout if request.timeout is None else request.timeout
+        queue_timeout = self.config.queue_timeout if request.queue_timeout is None else request.queue_timeout
         ids = list(range(self._next_seq_id, self._next_seq_id + params.n))
         self._next_seq_id += params.n
         self._requests[request.request_id] = ids
-        for index, seq_id in enumerate(ids):
-            sequence = Sequence(
+        sequences = [
+            Sequence(
                 seq_id=seq_id,
                 index=index,
                 token_ids=list(prompt),
                 num_prompt=len(prompt),
                 params=params,
                 seed=seed,
-                max_length=len(prompt) + max_tokens,
+                max_length=self._max_length(request),
                 stop_ids=(*ends, *(params.stop_token_ids or ())),
+                priority=request.priority,
+                tenant=request.tenant,
+                salt=request.cache_salt,
+                queue_deadline=None if queue_timeout is None else now + queue_timeout,
+                deadline=None if timeout is None else now + timeout,
             )
+            for index, seq_id in enumerate(ids)
+        ]
+        for sequence in sequences:
             detokenizer = Detokenizer(self.tokenizer, prompt, params)
-            self._streams[seq_id] = _Stream(request.request_id, sequence, detokenizer)
-            self.scheduler.add(sequence)
+            self._streams[sequence.seq_id] = _Stream(request.request_id, sequence, detokenizer)
+        self.scheduler.add(sequences[0], sequences[1:])
 
     def abort(self, request_id: str) -> list[TokenDelta]:
         """Ends a request and frees its memory; one that has finished already is none of its business.
 
         Returns the last delta of each sequence that was under way.
         """
-        deltas = []
-        for seq_id in list(self._requests.get(request_id, ())):
-            stream = self._streams[seq_id]
-            deltas.append(
-                TokenDelta(request_id, stream.sequence.index, stream.detokenizer.finish(), [], finish_reason="abort")
-            )
-            self._forget(stream)
-        return deltas
+        return [self._end(self._streams[seq_id]) for seq_id in list(self._requests.get(request_id, ()))]
 
     def step(self) -> list[TokenDelta]:
         """Runs one step. Returns what is new, for each sequence that got a token."""
+        begun = self.scheduler.clock()
         plan = self.scheduler.schedule()
+        deltas = self._expire()
+        if not plan.sequences:
+            if self.has_work:
+                time.sleep(IDLE)
+            return deltas
         result = self.worker.execute(plan)
         self.num_steps += 1
-        deltas = []
         for step in plan.sequences:
+            if step.seq_id == PADDING:
+                continue
             stream = self._streams[step.seq_id]
             sequence = stream.sequence
             if step.prompt_logprobs is not None:
@@ -163,7 +250,36 @@ class Engine:
             self.scheduler.advance(sequence, len(step.token_ids))
             if step.sample is not None:
                 deltas.append(self._commit(stream, result.sampled[step.seq_id]))
+        self.scheduler.record(self.scheduler.clock() - begun)
         return deltas
+
+    def _expire(self) -> list[TokenDelta]:
+        """Ends the sequences whose time is over. One that waited in vain takes its whole request with it."""
+        expired, self.scheduler.expired = self.scheduler.expired, []
+        deltas = []
+        for sequence, never_ran in expired:
+            stream = self._streams.get(sequence.seq_id)
+            if stream is None:  # gone with the first of its request
+                continue
+            self.num_expired += 1
+            if never_ran:
+                last = self.abort(stream.request_id)
+                waited = self.scheduler.clock() - sequence.arrival
+                message = f"the request has waited {waited:.1f} s for its turn, and its time is over; try again later"
+                for delta in last:
+                    delta.error = OverloadedError(message, self.scheduler.retry_after(), has_waited=True)
+            else:
+                last = [self._end(stream)]
+            for delta in last:
+                delta.stop_reason = "timeout"
+            deltas += last
+        return deltas
+
+    def _end(self, stream: _Stream) -> TokenDelta:
+        """The last delta of a sequence that ends before it would."""
+        text = stream.detokenizer.finish()
+        self._forget(stream)
+        return TokenDelta(stream.request_id, stream.sequence.index, text, [], finish_reason="abort")
 
     def _commit(self, stream: _Stream, sampled: SampledToken) -> TokenDelta:
         """Adds a drawn token to its sequence, and ends the sequence if that is the last one."""
@@ -182,6 +298,7 @@ class Engine:
             prompt_logprobs=list(sequence.prompt_logprobs) if first and params.prompt_logprobs is not None else None,
             finish_reason=reason,
             stop_reason=cause,
+            cached_tokens=sequence.num_cached if first else None,
         )
 
     def _text(self, stream: _Stream, token: int) -> tuple[str, FinishReason | None, int | str | None]:
@@ -207,7 +324,8 @@ class Engine:
     def _forget(self, stream: _Stream) -> None:
         """Takes a sequence that has ended out of everything."""
         seq_id = stream.sequence.seq_id
-        self.scheduler.remove(stream.sequence)
+        if stream.sequence.status is not Status.GONE:
+            self.scheduler.remove(stream.sequence)
         del self._streams[seq_id]
         unfinished = self._requests[stream.request_id]
         unfinished.remove(seq_id)

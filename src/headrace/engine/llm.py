@@ -1,5 +1,6 @@
 """`LLM`: the engine in the caller's own process, for programs that have a list of prompts."""
 
+from collections import deque
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -125,12 +126,13 @@ class LLM:
             )
             for r, text in zip(requests, texts, strict=True)
         }
-        for request in requests:
-            self.engine.add_request(request)
+        unsent = deque(requests)
         total = sum(r.params.n for r in requests)
         try:
             with tqdm(total=total, desc="Generating", unit="seq", disable=None if use_tqdm else True) as bar:
-                while self.engine.has_work:
+                while unsent or self.engine.has_work:
+                    while unsent and self.engine.has_room(unsent[0]):
+                        self.engine.add_request(unsent.popleft())
                     for delta in self.engine.step():
                         _add(outputs[delta.request_id], delta)
                         bar.update(delta.finish_reason is not None)
@@ -164,5 +166,7 @@ def _add(output: RequestOutput, delta: TokenDelta) -> None:
     if completion.logprobs is not None:
         completion.logprobs += delta.logprobs or []
     completion.finish_reason, completion.stop_reason = delta.finish_reason, delta.stop_reason
+    if delta.cached_tokens is not None and delta.index == 0:
+        output.num_cached_tokens = delta.cached_tokens
     if delta.prompt_logprobs is not None:
         output.prompt_logprobs = delta.prompt_logprobs

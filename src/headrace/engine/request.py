@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+from headrace.errors import HeadraceError
 from headrace.sampling.params import SamplingParams, TokenLogprob
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -10,11 +11,23 @@ FinishReason = Literal["stop", "length", "abort"]
 
 @dataclass(slots=True)
 class Request:
-    """A prompt as token ids, and how to continue it. `request_id` is unique among the unfinished ones."""
+    """A prompt as token ids, and how to continue it.
+
+    request_id: unique among the unfinished ones.
+    priority: its class, where the policy asks for one; lower ones go first.
+    tenant: whose share it counts to, where the policy is a fair one.
+    cache_salt: its prompt shares cached blocks only with prompts of the same salt.
+    queue_timeout, timeout: seconds within which it must have begun, and have finished; None takes the config's.
+    """
 
     request_id: str
     prompt_token_ids: list[int]
     params: SamplingParams
+    priority: int = 0
+    tenant: str = ""
+    cache_salt: str = ""
+    queue_timeout: float | None = None
+    timeout: float | None = None
 
 
 @dataclass(slots=True)
@@ -28,7 +41,10 @@ class TokenDelta:
     logprobs: one entry per new token, where asked for.
     prompt_logprobs: on the first delta of a sequence, where asked for: one entry per prompt token, None for the first.
     finish_reason: None while the sequence goes on; "stop" (end token, stop token or stop string), "length", "abort".
-    stop_reason: the stop string or the stop token id that ended it; None for the model's own end-of-sequence tokens.
+    stop_reason: the stop string or the stop token id that ended it; "timeout" for an abort when its time was over; None
+        for the model's own end-of-sequence tokens.
+    cached_tokens: on the first delta with a token, how many tokens of the prompt were in the cache already.
+    error: on the last delta of a request that was given up before it began, why.
     """
 
     request_id: str
@@ -39,6 +55,8 @@ class TokenDelta:
     prompt_logprobs: list[TokenLogprob | None] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    cached_tokens: int | None = None
+    error: HeadraceError | None = None
 
 
 @dataclass(slots=True)
@@ -55,10 +73,14 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """A prompt and its `n` continuations, in order of their index."""
+    """A prompt and its `n` continuations, in order of their index.
+
+    num_cached_tokens: how many tokens of the prompt were in the cache already.
+    """
 
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     prompt_logprobs: list[TokenLogprob | None] | None = None
+    num_cached_tokens: int = 0

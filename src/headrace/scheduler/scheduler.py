@@ -4,137 +4,374 @@ Yu et al. 2022 (Orca) for scheduling by iteration, Agrawal et al. 2023 (Sarathi)
 Kwon et al. 2023 (vLLM) for paged memory and preemption.
 """
 
-from collections import deque
+import heapq
+import time
+from bisect import bisect_left, insort
+from collections.abc import Callable
+from dataclasses import dataclass
 
-from headrace.kvcache.block_pool import BlockPool
-from headrace.scheduler.sequence import Sequence
+from headrace.errors import OverloadedError, RequestError
+from headrace.kvcache.manager import CacheManager
+from headrace.scheduler.cost_model import CostModel, Work
+from headrace.scheduler.policies import FirstComeFirstServed
+from headrace.scheduler.sequence import Sequence, Status
 from headrace.worker.step import SequenceStep, StepPlan
 
 # Prompt logprobs need the logits of every token of a chunk; this many rows of them are in memory at most.
 MAX_PROMPT_LOGPROB_ROWS = 256
+# However short the time, a prompt gets on by so many tokens in each step.
+MIN_CHUNK = 16
+# Without a target of the user's, a step beside running streams may take so long, or twice as long as without prompts.
+AUTO_TARGET_ITL = 0.2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """The scheduler's settings; times in seconds.
+
+    max_num_seqs, max_num_batched_tokens: most sequences that run at once, and most tokens in a step; as many tokens as
+        sequences at least.
+    long_prefill_token_threshold: most tokens of one prompt in a step; 0 for no such limit.
+    target_itl: how long a step may take while streams run; None chooses, 0 sets no limit.
+    max_waiting_requests, max_waiting_tokens: how many requests, and tokens of their prompts, may wait; None for any.
+    watermark: share of the blocks that is left free when a sequence enters, so that those who run can grow a while.
+    """
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    long_prefill_token_threshold: int = 0
+    target_itl: float | None = 0.0
+    max_waiting_requests: int | None = None
+    max_waiting_tokens: int | None = None
+    watermark: float = 0.01
 
 
 class _Draft:
     """A step in the making: how many tokens each sequence runs, and what is left of the step's budgets."""
 
-    def __init__(self, tokens: int) -> None:
+    def __init__(self, limits: Limits, cost: CostModel) -> None:
         self.counts: dict[Sequence, int] = {}
-        self.tokens_left, self.rows_left = tokens, MAX_PROMPT_LOGPROB_ROWS
+        self.work = Work()
+        self.num_chunks = 0  # pieces of prompts in it
+        self._limits, self._cost = limits, cost
+        self._tokens_left, self._rows_left = limits.max_num_batched_tokens, MAX_PROMPT_LOGPROB_ROWS
+        self._end: float | None = None  # seconds that the step may take
+
+    def watch_the_clock(self) -> None:
+        """From now on the step's duration is limited, if a stream runs in it: to be called when all of those are in."""
+        target = self._limits.target_itl
+        if self.counts and target != 0:
+            self._end = target if target is not None else max(AUTO_TARGET_ITL, 2 * self._cost.predict(self.work))
 
     def room_for(self, sequence: Sequence) -> int:
         """How many of its tokens a sequence may run beside those planned already."""
-        count = min(sequence.num_to_compute, self.tokens_left)
-        return min(count, self.rows_left) if sequence.wants_prompt_logprobs else count
+        return self.room(sequence.num_to_compute, sequence.num_computed, sequence.wants_prompt_logprobs)
+
+    def room(self, count: int, start: int, has_rows: bool) -> int:
+        count = min(count, self._tokens_left)
+        if has_rows:
+            count = min(count, self._rows_left)
+        if self._limits.long_prefill_token_threshold:
+            count = min(count, self._limits.long_prefill_token_threshold)
+        if self._end is not None:
+            least = 0 if self.num_chunks else MIN_CHUNK
+            count = min(count, max(least, self._cost.tokens_within(self._end - self._cost.predict(self.work), start)))
+        return count
 
     def put(self, sequence: Sequence, count: int) -> None:
         self.counts[sequence] = count
-        self._spend(sequence, count)
-
-    def drop(self, sequence: Sequence) -> None:
-        """Takes a sequence out again, if it is in."""
-        self._spend(sequence, -self.counts.pop(sequence, 0))
-
-    def _spend(self, sequence: Sequence, count: int) -> None:
-        self.tokens_left -= count
+        self.work.add(sequence.num_computed, count)
+        self._tokens_left -= count
+        self.num_chunks += count > 1
         if sequence.wants_prompt_logprobs:
-            self.rows_left -= count
+            self._rows_left -= count
 
 
 class Scheduler:
-    """First come, first served, within a budget of tokens and of sequences a step.
+    """Fills each step within a budget of tokens, of sequences and of time, in the order of a policy.
 
-    A sequence enters when there are blocks for all the tokens that it has, so a prompt once begun is not starved by
-    later ones. Each decoded token may need one more block; when there is none, the sequence that arrived last gives up
-    its blocks and goes back to the head of the queue, to be computed anew (preemption by recompute). The one that
-    arrived first is never the victim of another, so there is always progress, provided that the pool holds one sequence
-    of the greatest length; the engine sees to that.
+    Sequences that decode come first. What is left goes to prompts under way and then to new ones, in pieces. A sequence
+    enters when there are blocks for all the tokens that it has, so a prompt once begun is not starved by later ones.
+    Each decoded token may need one more block; when there is none, the sequence with the highest rank (the latest
+    arrival of the lowest class) gives up its blocks and goes back to its place in the queue, to be computed anew or to
+    be brought back from the host's memory. The one with the lowest rank is never the victim of another, so there is
+    always progress, provided that the pool holds one sequence of the greatest length; `check` sees to that.
+
+    Neither clock nor cost model need be real: a simulation hands in its own.
+
+    clock: seconds from any origin. swap: preempted sequences go to the host's memory, if there is room.
+    running: in order of rank. expired: sequences whose time ran out, since the caller last emptied it; each with
+        whether it was still waiting for its turn.
     """
 
-    def __init__(self, pool: BlockPool, *, max_num_seqs: int, max_num_batched_tokens: int) -> None:
-        self.pool = pool
-        self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
-        self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []  # in order of arrival
-        self.num_preemptions = 0
+    def __init__(
+        self,
+        cache: CacheManager,
+        limits: Limits,
+        *,
+        policy: FirstComeFirstServed | None = None,
+        cost: CostModel | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        swap: bool = False,
+    ) -> None:
+        self.cache, self.limits, self.clock, self.swap = cache, limits, clock, swap
+        self.waiting = FirstComeFirstServed() if policy is None else policy
+        self.cost = CostModel() if cost is None else cost
+        self.running: list[Sequence] = []
+        self.expired: list[tuple[Sequence, bool]] = []
+        self.num_preemptions = self.num_swapped_out = self.num_copied_blocks = 0
+        self._num_held = 0
+        self._waiting_tokens = 0  # of sequences that wait for their first turn
+        self._deadlines: list[tuple[float, int, Sequence]] = []
+        self._queue_deadlines: list[tuple[float, int, Sequence]] = []
+        self._work = Work()  # of the step planned last
+        self._tokens_per_second = 0.0
+        self._stuck: tuple[Sequence, int] | None = None  # who found no room lately, and how many blocks were free then
 
     @property
     def has_work(self) -> bool:
-        return bool(self.waiting or self.running)
+        return bool(self.waiting or self.running or self._num_held)
 
-    def add(self, sequence: Sequence) -> None:
-        """Queues a new sequence."""
-        self.waiting.append(sequence)
+    @property
+    def num_waiting(self) -> int:
+        return len(self.waiting) + self._num_held
+
+    def check(self, num_prompt: int, max_length: int) -> None:
+        """Raises RequestError for a sequence that can never run."""
+        pool = self.cache.pool
+        if pool.blocks_for(max_length - 1) > pool.num_blocks:  # nobody reads the last token
+            capacity = pool.num_blocks * pool.block_size
+            raise RequestError(
+                f"the KV cache holds {capacity} tokens, and the prompt of {num_prompt} with its output may become "
+                f"{max_length}",
+                "prompt",
+            )
+
+    def check_queue(self, num_prompt: int, n: int = 1) -> None:
+        """Raises OverloadedError if there is no room in the queue for a request. An empty queue takes any."""
+        limits = self.limits
+        if not self.num_waiting:
+            return
+        for what, waiting, more, limit in (
+            ("requests", self.num_waiting, n, limits.max_waiting_requests),
+            ("prompt tokens", self._waiting_tokens, num_prompt, limits.max_waiting_tokens),
+        ):
+            if limit is not None and waiting + more > limit:
+                retry = self.retry_after()
+                raise OverloadedError(
+                    f"the queue is full: {waiting} {what} wait and the limit is {limit}; try again in {retry} s", retry
+                )
+
+    def add(self, sequence: Sequence, siblings: list[Sequence] | None = None) -> None:
+        """Queues the first sequence of a request, and holds its siblings until it has computed their prompt."""
+        now = self.clock()
+        sequence.siblings = siblings or []
+        self._num_held += len(sequence.siblings)
+        for each in (sequence, *sequence.siblings):
+            each.arrival = now
+            each.rank = self.waiting.rank(each)
+            if each.deadline is not None:
+                heapq.heappush(self._deadlines, (each.deadline, each.seq_id, each))
+        if sequence.queue_deadline is not None:
+            heapq.heappush(self._queue_deadlines, (sequence.queue_deadline, sequence.seq_id, sequence))
+        self._queue(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Takes out a sequence that has finished or was aborted, wherever it is, and frees its blocks."""
-        if sequence in self.running:
-            self.running.remove(sequence)
-            self._free(sequence)
-        else:
-            self.waiting.remove(sequence)
+        was, sequence.status = sequence.status, Status.GONE
+        if was is Status.RUNNING:
+            del self.running[self._place(sequence)]
+        elif was is Status.WAITING:
+            self._unqueue(sequence)
+        elif was is Status.HELD:
+            self._num_held -= 1
+        self._release(sequence)
+        if sequence.num_computed < sequence.num_prompt:
+            self._let_siblings_go(sequence, forked=False)
 
     def schedule(self) -> StepPlan:
-        """Chooses what runs now. The caller runs it, then calls `advance` with the same plan."""
-        draft = _Draft(self.max_num_batched_tokens)
+        """Chooses what runs now. The caller runs it, then calls `advance` for each sequence, and `record`.
+
+        The plan has no sequences where all have expired.
+        """
+        self._expire()
+        draft = _Draft(self.limits, self.cost)
         preemptions = self.num_preemptions
-        # Decodes first, so that no chunk of a prompt delays a running stream; then prompts that are under way.
-        for sequence in sorted(self.running, key=lambda s: s.num_to_compute > 1):
-            count = draft.room_for(sequence)
-            if count and self._grow(sequence, draft):
-                draft.put(sequence, count)
-        # Who has just been preempted is first in the queue: letting it in again at once would be thrashing.
-        while self.waiting and self.num_preemptions == preemptions and len(self.running) < self.max_num_seqs:
-            sequence = self.waiting[0]
-            needed = self.pool.blocks_for(len(sequence.token_ids))
-            count = draft.room_for(sequence)
-            if needed > self.pool.num_free or count == 0:
-                break
-            self.waiting.popleft()
-            sequence.block_table = self.pool.take(needed)
-            self.running.append(sequence)
-            draft.put(sequence, count)
-        return StepPlan([self._step(sequence, count) for sequence, count in draft.counts.items()])
+        # In order of rank, so that no sequence is a victim after it was planned.
+        for sequence in self.running[:]:
+            if sequence.status is Status.RUNNING and self._decodes(sequence) and self._grow(sequence):
+                draft.put(sequence, 1)
+        draft.watch_the_clock()
+        for sequence in self.running:
+            if not self._decodes(sequence):
+                count = draft.room_for(sequence)
+                if count > 0:
+                    draft.put(sequence, count)
+        # Who has just been preempted is among the first in the queue: letting it in again at once would be thrashing.
+        if self.num_preemptions == preemptions:
+            self._enter(draft)
+        self._work = draft.work
+        cache = self.cache
+        plan = StepPlan(
+            [self._step(sequence, count) for sequence, count in draft.counts.items()],
+            cache.copies,
+            cache.swap_out,
+            cache.swap_in,
+        )
+        self.num_copied_blocks += len(cache.copies)
+        cache.copies, cache.swap_out, cache.swap_in = [], [], []
+        return plan
 
     def advance(self, sequence: Sequence, count: int) -> None:
         """Notes that the next `count` tokens of a sequence are in the cache now."""
         sequence.num_computed += count
+        self.cache.note_computed(sequence.table, sequence.token_ids, sequence.num_computed, sequence.salt)
+        if sequence.siblings and sequence.num_computed >= sequence.num_prompt:
+            self._let_siblings_go(sequence, forked=True)
 
-    def _grow(self, sequence: Sequence, draft: _Draft) -> bool:
-        """Sees to it that a running sequence has blocks for all its tokens, preempting the latest arrivals if need be.
+    def record(self, seconds: float) -> None:
+        """Notes how long the step planned last has taken."""
+        if self._work.tokens and seconds > 0:
+            self.cost.observe(self._work, seconds)
+            self._tokens_per_second += 0.1 * (self._work.tokens / seconds - self._tokens_per_second)
 
-        False if the sequence was itself preempted, now or by another one before.
-        """
-        if not sequence.block_table:
-            return False
-        missing = self.pool.blocks_for(len(sequence.token_ids)) - len(sequence.block_table)
-        while missing > self.pool.num_free:
-            victim = self.running.pop()
-            self._preempt(victim, draft)
-            if victim is sequence:
-                return False
-        sequence.block_table += self.pool.take(missing)
-        return True
+    def retry_after(self) -> int:
+        """Seconds until the queue may be half as long, by the speed of the last steps."""
+        tokens = self._waiting_tokens + sum(s.num_to_compute for s in self.running)
+        return max(1, min(600, round(tokens / 2 / self._tokens_per_second))) if self._tokens_per_second else 1
 
-    def _preempt(self, victim: Sequence, draft: _Draft) -> None:
-        draft.drop(victim)
-        self._free(victim)
-        victim.num_computed = 0
-        if victim.wants_prompt_logprobs:
-            victim.prompt_logprobs.clear()  # they come again with the prompt
-        self.waiting.appendleft(victim)
-        self.num_preemptions += 1
+    # Who waits
 
-    def _free(self, sequence: Sequence) -> None:
-        self.pool.give_back(sequence.block_table)
-        sequence.block_table = []
+    def _queue(self, sequence: Sequence) -> None:
+        self._waiting_tokens += self._tokens_in_queue(sequence)
+        self.waiting.push(sequence)
+
+    def _unqueue(self, sequence: Sequence) -> None:
+        self._waiting_tokens -= self._tokens_in_queue(sequence)
+        self.waiting.remove(sequence)
 
     @staticmethod
-    def _step(sequence: Sequence, count: int) -> SequenceStep:
-        start, end = sequence.num_computed, sequence.num_computed + count
-        step = SequenceStep(sequence.seq_id, sequence.token_ids[start:end], start, sequence.block_table)
-        if end == len(sequence.token_ids):
+    def _tokens_in_queue(sequence: Sequence) -> int:
+        """What counts towards the limit of the queue: not a prompt that was admitted before, or that is shared."""
+        return 0 if sequence.num_cached is not None or sequence.leader is not None else sequence.num_prompt
+
+    def _let_siblings_go(self, sequence: Sequence, forked: bool) -> None:
+        """Queues those that waited for a sequence's prompt: to share its blocks, or to compute it by themselves."""
+        held = [s for s in sequence.siblings if s.status is Status.HELD]
+        sequence.siblings = []
+        if forked:
+            for sibling in held:
+                sibling.leader = sequence
+                sibling.prompt_logprobs = list(sequence.prompt_logprobs)
+        elif held:
+            held[0].siblings = held[1:]
+            held = held[:1]
+        for sibling in held:
+            self._num_held -= 1
+            self._queue(sibling)
+
+    def _expire(self) -> None:
+        now = self.clock()
+        for heap, in_queue in ((self._queue_deadlines, True), (self._deadlines, False)):
+            while heap and (heap[0][0] <= now or heap[0][2].status is Status.GONE):
+                sequence = heapq.heappop(heap)[2]
+                never_ran = sequence.status is not Status.RUNNING and sequence.num_cached is None
+                if sequence.status is not Status.GONE and (never_ran or not in_queue):
+                    self.expired.append((sequence, never_ran))
+                    self.remove(sequence)
+
+    # Who runs
+
+    @staticmethod
+    def _decodes(sequence: Sequence) -> bool:
+        return len(sequence.token_ids) - sequence.num_computed == 1 and not sequence.wants_prompt_logprobs
+
+    def _place(self, sequence: Sequence) -> int:
+        return bisect_left(self.running, sequence.rank, key=_rank)
+
+    def _grow(self, sequence: Sequence) -> bool:
+        """Sees to it that a running sequence has blocks for all its tokens, preempting the last ones if need be.
+
+        False if the sequence was itself preempted.
+        """
+        while not self.cache.grow(sequence.table, len(sequence.token_ids)):
+            victim = self.running.pop()
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+        return True
+
+    def _preempt(self, victim: Sequence) -> None:
+        self.num_preemptions += 1
+        if self.swap and self.cache.move_to_host(victim.table, victim.num_computed):
+            self.num_swapped_out += 1
+        else:
+            self._release(victim)
+            if victim.wants_prompt_logprobs:
+                victim.prompt_logprobs.clear()  # they come again with the prompt
+        victim.num_computed = 0
+        self._queue(victim)
+
+    def _release(self, sequence: Sequence) -> None:
+        self.cache.free(sequence.table)
+        self._stuck = None
+
+    def _enter(self, draft: _Draft) -> None:
+        """Lets sequences in, as long as there is room for them and for at least one token of theirs."""
+        while len(self.running) < self.limits.max_num_seqs:
+            sequence = self.waiting.peek()
+            if sequence is None or not self._admit(sequence, draft):
+                break
+
+    def _admit(self, sequence: Sequence, draft: _Draft) -> bool:
+        wants_rows = sequence.wants_prompt_logprobs
+        if draft.room(1, 0, wants_rows) < 1:
+            return False
+        cache, pool = self.cache, self.cache.pool
+        if self._stuck is not None and self._stuck[0] is sequence and pool.num_free <= self._stuck[1]:
+            return False  # so that a long prompt is not looked up again in each step
+        spare = int(self.limits.watermark * pool.num_blocks) if self.running else 0
+        leader, computed = sequence.leader, None
+        if leader is not None and leader.status is Status.RUNNING and leader.num_computed >= sequence.num_prompt:
+            computed = cache.fork(sequence.table, leader.table, sequence.num_prompt, spare=spare)
+        if computed is None:
+            computed = cache.admit(sequence.table, sequence.token_ids, sequence.salt, reuse=not wants_rows, spare=spare)
+        if computed is None:
+            self._stuck = (sequence, pool.num_free)
+            return False
+        self._start(sequence, computed)
+        count = draft.room_for(sequence)
+        if count > 0:
+            draft.put(sequence, count)
+        return True
+
+    def _start(self, sequence: Sequence, computed: int) -> None:
+        """Makes the sequence that is first in the queue, and has got its blocks, one that runs."""
+        self.waiting.pop()
+        self._waiting_tokens -= self._tokens_in_queue(sequence)
+        sequence.status, sequence.leader = Status.RUNNING, None
+        insort(self.running, sequence, key=_rank)
+        sequence.num_computed = computed
+        if sequence.num_cached is None:
+            sequence.num_cached = min(computed, sequence.num_prompt)
+            if self.cache.index is not None and not sequence.wants_prompt_logprobs:
+                self.cache.index.num_queried_tokens += sequence.num_prompt
+                self.cache.index.num_hit_tokens += sequence.num_cached
+            self.waiting.charge(sequence, sequence.num_prompt - sequence.num_cached, 0)
+
+    def _step(self, sequence: Sequence, count: int) -> SequenceStep:
+        start = sequence.num_computed
+        end = start + count
+        tokens = sequence.token_ids
+        step = SequenceStep(sequence.seq_id, tokens[start:end], start, sequence.table.blocks)
+        if end == len(tokens):
             step.sample = sequence.sample_request()
+            self.waiting.charge(sequence, 0, 1)
         if sequence.wants_prompt_logprobs:
             step.prompt_logprobs = sequence.params.prompt_logprobs
-            step.next_prompt_token = sequence.token_ids[end] if end < sequence.num_prompt else None
+            step.next_prompt_token = tokens[end] if end < sequence.num_prompt else None
         return step
+
+
+def _rank(sequence: Sequence) -> tuple[float, int]:
+    return sequence.rank

@@ -1,8 +1,19 @@
 """One token stream of a request, as the scheduler sees it."""
 
 from dataclasses import dataclass, field
+from enum import Enum
 
+from headrace.kvcache.manager import BlockTable
 from headrace.sampling.params import SampleRequest, SamplingParams, TokenLogprob
+
+
+class Status(Enum):
+    """HELD: waits for the first sequence of its request to compute their prompt. GONE: finished, aborted or expired."""
+
+    HELD = "held"
+    WAITING = "waiting"
+    RUNNING = "running"
+    GONE = "gone"
 
 
 @dataclass(slots=True, eq=False)
@@ -13,9 +24,14 @@ class Sequence:
     token_ids: the prompt's tokens, then the generated ones.
     max_length: it ends when it has so many tokens.
     stop_ids: tokens that end it, which are not drawn before `min_tokens`.
+    priority: its class; lower ones go first. tenant: who pays for it in a fair policy. salt: see PrefixIndex.
+    queue_deadline, deadline: moments of the scheduler's clock by which it must have begun and have finished.
+    siblings: the other sequences of its request, which wait for it to compute the prompt.
+    leader: the sequence from which it is forked, until it has been admitted for the first time.
+    arrival: when it was queued. rank: its place in the policy's order; the lowest goes first and gives way last.
     num_computed: how many of its tokens have keys and values in the cache. All of them but the last, once it decodes;
-        none after a preemption.
-    block_table: its cache blocks, in order.
+        none after a preemption by recompute.
+    num_cached: how many tokens of its prompt were in the cache when it was first admitted; None before that.
     prompt_logprobs: what has been reported of the prompt so far, where asked for; None for the first token.
     """
 
@@ -27,8 +43,19 @@ class Sequence:
     seed: int
     max_length: int
     stop_ids: tuple[int, ...] = ()
+    priority: int = 0
+    tenant: str = ""
+    salt: str = ""
+    queue_deadline: float | None = None
+    deadline: float | None = None
+    siblings: list["Sequence"] = field(default_factory=list)
+    leader: "Sequence | None" = None
+    status: Status = Status.HELD
+    arrival: float = 0.0
+    rank: tuple[float, int] = (0.0, 0)
+    table: BlockTable = field(default_factory=BlockTable)
     num_computed: int = 0
-    block_table: list[int] = field(default_factory=list)
+    num_cached: int | None = None
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
 
     @property

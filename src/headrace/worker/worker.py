@@ -1,5 +1,6 @@
 """One rank: the model and its KV cache in memory, and the running of steps."""
 
+import numpy as np
 import torch
 
 from headrace.config import EngineConfig
@@ -77,19 +78,19 @@ class Worker:
 
     def _batch(self, steps: list[SequenceStep]) -> RaggedBatch:
         size = self.config.block_size
-        positions = [p for s in steps for p in range(s.start, s.start + len(s.token_ids))]
-        slots = [
-            s.block_table[p // size] * size + p % size
-            for s in steps
-            for p in range(s.start, s.start + len(s.token_ids))
-        ]
-        widest = max(len(s.block_table) for s in steps)
+        counts = np.array([len(s.token_ids) for s in steps])
+        starts = np.array([s.start for s in steps])
+        tables = np.zeros((len(steps), max(len(s.block_table) for s in steps)), np.int64)
+        for row, step in zip(tables, steps, strict=True):
+            row[: len(step.block_table)] = np.frombuffer(step.block_table, np.int64)
+        rows = np.repeat(np.arange(len(steps)), counts)
+        positions = np.arange(len(rows)) + np.repeat(starts + counts - np.cumsum(counts), counts)
         return RaggedBatch(
-            query_lens=[len(s.token_ids) for s in steps],
-            context_lens=[s.start + len(s.token_ids) for s in steps],
-            positions=torch.tensor(positions),
-            slots=torch.tensor(slots),
-            block_tables=torch.tensor([s.block_table + [0] * (widest - len(s.block_table)) for s in steps]),
+            query_lens=counts.tolist(),
+            context_lens=(starts + counts).tolist(),
+            positions=torch.from_numpy(positions),
+            slots=torch.from_numpy(tables[rows, positions // size] * size + positions % size),
+            block_tables=torch.from_numpy(tables),
         )
 
 
