@@ -22,16 +22,17 @@ async def chat_completion(job: Job[ChatBody], tokenizer: Tokenizer, deltas: Delt
         }
         for index in range(job.n)
     ]
-    completion_tokens = 0
+    completion_tokens = cached_tokens = 0
     async with aclosing(deltas):
         async for _, delta in deltas:
             completion_tokens += len(delta.token_ids)
+            cached_tokens += (delta.cached_tokens or 0) if delta.index == 0 else 0
             choice = choices[delta.index]
             choice["message"]["content"] += delta.text
             if job.body.logprobs:
                 choice["logprobs"]["content"] += chat_logprobs(tokenizer, delta.logprobs)
             choice["finish_reason"] = delta.finish_reason
-    return job.envelope("chat.completion", choices) | {"usage": job.usage(completion_tokens)}
+    return job.envelope("chat.completion", choices) | {"usage": job.usage(completion_tokens, cached_tokens)}
 
 
 async def chat_chunks(job: Job[ChatBody], tokenizer: Tokenizer, deltas: Deltas) -> AsyncGenerator[dict[str, Any], None]:
@@ -43,10 +44,11 @@ async def chat_chunks(job: Job[ChatBody], tokenizer: Tokenizer, deltas: Deltas) 
 
     for index in range(job.n):
         yield chunk(index, {"role": "assistant", "content": ""})
-    completion_tokens = 0
+    completion_tokens = cached_tokens = 0
     async with aclosing(deltas):
         async for _, delta in deltas:
             completion_tokens += len(delta.token_ids)
+            cached_tokens += (delta.cached_tokens or 0) if delta.index == 0 else 0
             logprobs = None
             if job.body.logprobs and delta.token_ids:
                 logprobs = {"content": chat_logprobs(tokenizer, delta.logprobs), "refusal": None}
@@ -55,4 +57,4 @@ async def chat_chunks(job: Job[ChatBody], tokenizer: Tokenizer, deltas: Deltas) 
             if delta.finish_reason:
                 yield chunk(delta.index, {}, finish_reason=delta.finish_reason)
     if job.wants_usage:
-        yield job.envelope("chat.completion.chunk", []) | {"usage": job.usage(completion_tokens)}
+        yield job.envelope("chat.completion.chunk", []) | {"usage": job.usage(completion_tokens, cached_tokens)}

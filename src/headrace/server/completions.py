@@ -18,16 +18,17 @@ async def completion(job: Job[CompletionBody], tokenizer: Tokenizer, deltas: Del
     choices: list[dict[str, Any]] = [
         {"index": index, "text": "", "logprobs": None, "finish_reason": None} for index in range(pieces.count)
     ]
-    completion_tokens = 0
+    completion_tokens = cached_tokens = 0
     async with aclosing(deltas):
         async for prompt, delta in deltas:
             completion_tokens += len(delta.token_ids)
+            cached_tokens += (delta.cached_tokens or 0) if delta.index == 0 else 0
             piece = pieces.piece(prompt, delta)
             choice = choices[piece["index"]]
             choice["text"] += piece["text"]
             choice["logprobs"] = joined(choice["logprobs"], piece["logprobs"])
             choice["finish_reason"] = piece["finish_reason"]
-    return job.envelope("text_completion", choices) | {"usage": job.usage(completion_tokens)}
+    return job.envelope("text_completion", choices) | {"usage": job.usage(completion_tokens, cached_tokens)}
 
 
 async def completion_chunks(
@@ -35,15 +36,16 @@ async def completion_chunks(
 ) -> AsyncGenerator[dict[str, Any], None]:
     """`text_completion` objects, one for each piece of a choice."""
     pieces = Pieces(job, tokenizer)
-    completion_tokens = 0
+    completion_tokens = cached_tokens = 0
     async with aclosing(deltas):
         async for prompt, delta in deltas:
             completion_tokens += len(delta.token_ids)
+            cached_tokens += (delta.cached_tokens or 0) if delta.index == 0 else 0
             piece = pieces.piece(prompt, delta)
             if piece["text"] or piece["logprobs"] or piece["finish_reason"]:
                 yield job.chunk("text_completion", [piece])
     if job.wants_usage:
-        yield job.envelope("text_completion", []) | {"usage": job.usage(completion_tokens)}
+        yield job.envelope("text_completion", []) | {"usage": job.usage(completion_tokens, cached_tokens)}
 
 
 class Pieces:

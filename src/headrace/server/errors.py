@@ -8,7 +8,7 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from headrace.errors import HeadraceError, RequestError
+from headrace.errors import HeadraceError, OverloadedError, RequestError
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +59,10 @@ def as_api_error(error: Exception, request_id: str) -> ApiError:
             return error
         case RequestError():
             return ApiError(400, str(error), param=error.param)
+        case OverloadedError():
+            # Who has not waited yet should send less; who has waited in vain has met a server that is too slow.
+            status, code = (503, "queue_timeout") if error.has_waited else (429, "queue_full")
+            return ApiError(status, str(error), code=code, headers={"retry-after": str(error.retry_after)})
         case HTTPException(status_code=404):
             return ApiError(404, "there is no such route; the API is under /v1", code="unknown_url")
         case HTTPException(status_code=405):

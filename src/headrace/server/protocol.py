@@ -101,8 +101,6 @@ class GenerationBody(Body):
         "length_penalty": (None, 1),
         "truncate_prompt_tokens": (None,),
         "spaces_between_special_tokens": (None, True),
-        "priority": (None, 0),
-        "cache_salt": (None,),
     }
 
     model: Annotated[str, Field(min_length=1)]
@@ -122,10 +120,10 @@ class GenerationBody(Body):
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     logit_bias: dict[str, Any] | None = None  # its values are checked by SamplingParams
-    user: str | None = (
-        None  # `user` and `safety_identifier` name a person to a provider that watches for abuse; we do not
-    )
-    safety_identifier: str | None = None
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    user: str | None = None  # the tenant of the fair policy
+    safety_identifier: str | None = None  # names a person to a provider that watches for abuse; we do not
 
     @model_validator(mode="after")
     def _stream_options_need_stream(self) -> "GenerationBody":

@@ -51,13 +51,17 @@ class Job(Generic[AnyGenerationBody]):
         options = self.body.stream_options
         return options is not None and bool(options.include_usage)
 
-    def usage(self, completion_tokens: int) -> dict[str, int]:
-        """Tokens of all prompts, each counted once however many continuations it has, and of all continuations."""
+    def usage(self, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:
+        """Tokens of all prompts, each counted once however many continuations it has, and of all continuations.
+
+        cached_tokens: how many of the prompts' tokens were in the cache already.
+        """
         prompt_tokens = sum(len(request.prompt_token_ids) for request in self.requests)
         return {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": completion_tokens,
             "total_tokens": prompt_tokens + completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": cached_tokens},
         }
 
 
@@ -72,7 +76,7 @@ def chat_job(engine: "AsyncEngine", names: list[str], raw: bytes) -> Job[ChatBod
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     params = sampling_params(engine, body, max_tokens=max_tokens, logprobs=logprobs)
     id = f"chatcmpl-{uuid.uuid4().hex}"
-    return Job(body, id, int(time.time()), checked_requests(engine, id, [ids], params), [""])
+    return Job(body, id, int(time.time()), checked_requests(engine, id, [ids], params, body), [""])
 
 
 def completion_job(engine: "AsyncEngine", names: list[str], raw: bytes) -> Job[CompletionBody]:
@@ -94,16 +98,28 @@ def completion_job(engine: "AsyncEngine", names: list[str], raw: bytes) -> Job[C
         prompt_logprobs=body.logprobs if body.echo else None,
     )
     id = f"cmpl-{uuid.uuid4().hex}"
-    requests = checked_requests(engine, id, ids, params)
+    requests = checked_requests(engine, id, ids, params, body)
     echoes = [""] * len(prompts)
     if body.echo:
         echoes = [p if isinstance(p, str) else tokenizer.decode(p, skip_special_tokens=False) for p in prompts]
     return Job(body, id, int(time.time()), requests, echoes)
 
 
-def checked_requests(engine: "AsyncEngine", id: str, prompts: list[list[int]], params: SamplingParams) -> list[Request]:
+def checked_requests(
+    engine: "AsyncEngine", id: str, prompts: list[list[int]], params: SamplingParams, body: GenerationBody
+) -> list[Request]:
     """The engine's requests. It checks them before the answer begins, as after that there is no way to say 400."""
-    requests = [Request(f"{id}-{index}", ids, params) for index, ids in enumerate(prompts)]
+    requests = [
+        Request(
+            f"{id}-{index}",
+            ids,
+            params,
+            priority=body.priority or 0,
+            tenant=body.user or "",
+            cache_salt=body.cache_salt or "",
+        )
+        for index, ids in enumerate(prompts)
+    ]
     for request in requests:
         engine.check(request)
     return requests
