@@ -1,0 +1,86 @@
+"""What scheduling and the preparation of a batch cost, without any model: per step, and how it grows.
+
+    python bench/scheduler.py
+
+Each line is the median over some steps in which all sequences decode, with prompts of the given length behind them:
+`schedule` and `advance` of the scheduler, and what the worker does to lay the step out as tensors. Then the pool alone.
+"""
+
+import argparse
+import time
+from statistics import median
+from types import SimpleNamespace
+from typing import Any
+
+from headrace.kvcache.block_pool import BlockPool
+from headrace.kvcache.manager import CacheManager
+from headrace.kvcache.prefix_index import PrefixIndex
+from headrace.sampling.params import SamplingParams
+from headrace.scheduler.scheduler import Limits, Scheduler
+from headrace.scheduler.sequence import Sequence
+from headrace.worker.worker import Worker
+
+BLOCK = 32
+
+
+def milliseconds_per_step(sequences: int, context: int, steps: int) -> tuple[float, float]:
+    """Medians of the scheduler's part and of the worker's, of a step in which so many sequences decode."""
+    pool = BlockPool(sequences * (context // BLOCK + 2 + steps // BLOCK), BLOCK)
+    cache = CacheManager(pool, index=PrefixIndex(pool))
+    s = Scheduler(cache, Limits(max_num_seqs=sequences, max_num_batched_tokens=sequences * context, target_itl=None))
+    params, known = SamplingParams(max_tokens=None), {}
+    for i in range(sequences):
+        known[i] = Sequence(i, 0, [i, *range(context - 1)], context, params, 0, context + steps + 2)
+        s.add(known[i])
+    worker: Any = SimpleNamespace(config=SimpleNamespace(block_size=BLOCK))
+
+    def run() -> tuple[float, float]:
+        begin = time.perf_counter()
+        plan = s.schedule()
+        planned = time.perf_counter()
+        Worker._batch(worker, plan.sequences)
+        prepared = time.perf_counter()
+        for step in plan.sequences:
+            s.advance(known[step.seq_id], len(step.token_ids))
+            if step.sample is not None:
+                known[step.seq_id].token_ids.append(1)
+        s.record(0.01)
+        return 1e3 * (planned - begin + time.perf_counter() - prepared), 1e3 * (prepared - planned)
+
+    while len(s.running) < sequences or any(x.num_to_compute > 1 for x in s.running):
+        run()
+    times = [run() for _ in range(steps)]
+    return median(a for a, _ in times), median(b for _, b in times)
+
+
+def nanoseconds_per_block(blocks: int) -> float:
+    """Taking and giving back blocks of a pool that is full of kept ones."""
+    pool = BlockPool(blocks, BLOCK)
+    held = pool.take(blocks)
+    for block in held:
+        pool.keep(block)
+    pool.give_back(held)
+    count = min(blocks, 100_000)
+    begin = time.perf_counter()
+    for _ in range(0, count, 100):
+        pool.give_back(pool.take(100))
+    return 1e9 * (time.perf_counter() - begin) / count
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=64)
+    parser.add_argument("--max-sequences", type=int, default=4096)
+    args = parser.parse_args()
+    print("sequences  context  scheduler ms  batch ms  sum ms")
+    for sequences, context in ((1, 4096), (16, 4096), (64, 4096), (256, 4096), (1024, 1024), (4096, 256)):
+        if sequences <= args.max_sequences:
+            a, b = milliseconds_per_step(sequences, context, args.steps)
+            print(f"{sequences:9} {context:8} {a:13.3f} {b:9.3f} {a + b:7.3f}", flush=True)
+    print("\n   blocks  ns to take and give back one")
+    for blocks in (1_000, 10_000, 100_000, 1_000_000):
+        print(f"{blocks:9} {nanoseconds_per_block(blocks):12.0f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
