@@ -115,7 +115,7 @@ class CacheManager:
     def note_computed(self, table: BlockTable, token_ids: list[int], num_computed: int, salt: str) -> None:
         """Enters the blocks that have become full into the index, and drops those that no layer sees any more."""
         size = self.pool.block_size
-        if self.index is not None:
+        if self.index is not None and (len(table.nodes) + 1) * size <= num_computed:
             while (len(table.nodes) + 1) * size <= num_computed:
                 at = len(table.nodes)
                 parent = table.nodes[-1] if table.nodes else salt

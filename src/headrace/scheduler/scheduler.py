@@ -198,12 +198,18 @@ class Scheduler:
         draft = _Draft(self.limits, self.cost)
         preemptions = self.num_preemptions
         # In order of rank, so that no sequence is a victim after it was planned.
+        size, prompts = self.cache.pool.block_size, []
         for sequence in self.running[:]:
-            if sequence.status is Status.RUNNING and self._decodes(sequence) and self._grow(sequence):
+            if sequence.status is not Status.RUNNING:  # preempted by one before it
+                continue
+            length = len(sequence.token_ids)
+            if length - sequence.num_computed > 1 or sequence.wants_prompt_logprobs:
+                prompts.append(sequence)
+            elif length <= len(sequence.table.blocks) * size or self._grow(sequence):
                 draft.put(sequence, 1)
         draft.watch_the_clock()
-        for sequence in self.running:
-            if not self._decodes(sequence):
+        for sequence in prompts:
+            if sequence.status is Status.RUNNING:
                 count = draft.room_for(sequence)
                 if count > 0:
                     draft.put(sequence, count)
@@ -281,10 +287,6 @@ class Scheduler:
                     self.remove(sequence)
 
     # Who runs
-
-    @staticmethod
-    def _decodes(sequence: Sequence) -> bool:
-        return len(sequence.token_ids) - sequence.num_computed == 1 and not sequence.wants_prompt_logprobs
 
     def _place(self, sequence: Sequence) -> int:
         return bisect_left(self.running, sequence.rank, key=_rank)

@@ -73,5 +73,6 @@ class Sequence:
 
     def sample_request(self) -> SampleRequest:
         """How to draw its next token."""
-        forbidden = self.stop_ids if self.num_output < self.params.min_tokens else ()
+        minimum = self.params.min_tokens
+        forbidden = self.stop_ids if minimum and self.num_output < minimum else ()
         return SampleRequest(self.params, self.seed, self.index, len(self.token_ids), forbidden)

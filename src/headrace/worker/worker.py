@@ -80,9 +80,11 @@ class Worker:
         size = self.config.block_size
         counts = np.array([len(s.token_ids) for s in steps])
         starts = np.array([s.start for s in steps])
-        tables = np.zeros((len(steps), max(len(s.block_table) for s in steps)), np.int64)
-        for row, step in zip(tables, steps, strict=True):
-            row[: len(step.block_table)] = np.frombuffer(step.block_table, np.int64)
+        widths = np.array([len(s.block_table) for s in steps])
+        tables = np.zeros((len(steps), widths.max()), np.int64)
+        # One copy of all tables' memory; a loop over them would take longer than everything else here.
+        in_use = np.arange(tables.shape[1]) < widths[:, None]
+        tables[in_use] = np.frombuffer(b"".join([s.block_table for s in steps]), np.int64)
         rows = np.repeat(np.arange(len(steps)), counts)
         positions = np.arange(len(rows)) + np.repeat(starts + counts - np.cumsum(counts), counts)
         return RaggedBatch(
