@@ -12,7 +12,9 @@ from headrace.errors import ConfigError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_CACHE_DTYPES = ("auto", "int8")
-SCHEDULING_POLICIES = ("fcfs", "priority", "fair")
+SCHEDULING_POLICIES = ("fcfs", "priority", "fair", "static")
+KV_CACHE_LAYOUTS = ("auto", "paged", "contiguous")
+PREEMPTION_MODES = ("auto", "recompute", "swap")
 BACKENDS = ("auto", "reference", "cpu")
 
 
@@ -28,7 +30,11 @@ class EngineConfig:
     max_num_seqs: most sequences in one step.
     max_num_batched_tokens: most tokens in one step; longer prompts are run in chunks.
     scheduling_policy: in which order requests enter: "fcfs" by arrival, "priority" by their class, "fair" so that each
-        tenant gets the same share of the tokens.
+        tenant gets the same share of the tokens; "static" is the old way, for comparison: it gathers `max_num_seqs`
+        sequences, pads them, and runs them to the end of the longest.
+    static_batch_timeout_ms: milliseconds after which a static batch starts with fewer sequences.
+    preemption_mode: what becomes of a sequence that has to make room: "recompute" computes it anew, "swap" moves its
+        cache to the host's memory, "auto" swaps where there is `swap_space`.
     priority_ageing: seconds of waiting that make up for one class of priority.
     long_prefill_token_threshold: most tokens of one prompt in a step; 0 for no limit but that of the step.
     target_itl_ms: most milliseconds between two tokens of a stream while prompts are run beside it in chunks; 0 for no
@@ -38,7 +44,9 @@ class EngineConfig:
     queue_timeout: seconds after which a request that has not begun is refused; None for never.
     request_timeout: seconds after which a request is ended; None for never.
     enable_prefix_caching: keep the cache of finished requests while there is room, for others that begin alike.
-    block_size: tokens per KV block.
+    kv_cache_layout: "paged" gives a sequence blocks as it grows, "contiguous" one piece for `max_model_len` tokens;
+        "auto" is paged, and contiguous for static batches.
+    block_size: tokens per KV block of the paged cache.
     kv_cache_memory: memory for the KV cache, in bytes or as 4GiB or 500MB; None sizes it from the memory that is free.
     kv_cache_dtype: in which keys and values are stored: "auto" as they are computed, "int8" in a half of bfloat16's
         memory or a quarter of float32's, at a small cost in quality.
@@ -59,6 +67,8 @@ class EngineConfig:
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
     scheduling_policy: str = "fcfs"
+    static_batch_timeout_ms: float = 100.0
+    preemption_mode: str = "auto"
     priority_ageing: float = 30.0
     long_prefill_token_threshold: int = 0
     target_itl_ms: float | None = None
@@ -67,6 +77,7 @@ class EngineConfig:
     queue_timeout: float | None = None
     request_timeout: float | None = None
     enable_prefix_caching: bool = True
+    kv_cache_layout: str = "auto"
     block_size: int = 32
     kv_cache_memory: int | str | None = None
     kv_cache_dtype: str = "auto"
@@ -105,8 +116,14 @@ class EngineConfig:
         ):
             self._integer(name, 1)
         self._choice("scheduling_policy", SCHEDULING_POLICIES)
+        self._choice("kv_cache_layout", KV_CACHE_LAYOUTS)
+        self._choice("preemption_mode", PREEMPTION_MODES)
+        if self.scheduling_policy == "static" and self.kv_cache_layout == "paged":
+            raise ConfigError("scheduling_policy 'static' needs the contiguous kv_cache_layout; leave that at 'auto'")
+        if self.preemption_mode == "swap" and not self.swap_space:
+            raise ConfigError("preemption_mode 'swap' needs memory to swap to: set swap_space, such as 4GiB")
         self._integer("long_prefill_token_threshold", 0)
-        for name in ("priority_ageing", "target_itl_ms", "queue_timeout", "request_timeout"):
+        for name in ("priority_ageing", "static_batch_timeout_ms", "target_itl_ms", "queue_timeout", "request_timeout"):
             self._seconds(name)
         if not isinstance(self.enable_prefix_caching, bool):
             raise ConfigError(f"enable_prefix_caching must be true or false, not {self.enable_prefix_caching!r}")
@@ -125,6 +142,12 @@ class EngineConfig:
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
                 f"({self.max_num_seqs}), so that every running sequence gets its token in every step"
             )
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether each sequence has its cache in one piece."""
+        static = self.scheduling_policy == "static"
+        return self.kv_cache_layout == "contiguous" or (self.kv_cache_layout == "auto" and static)
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> "EngineConfig":

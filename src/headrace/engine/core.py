@@ -18,6 +18,7 @@ from headrace.sampling.params import SampledToken
 from headrace.scheduler.policies import FairShare, FirstComeFirstServed, Priority
 from headrace.scheduler.scheduler import Limits, Scheduler
 from headrace.scheduler.sequence import Sequence, Status
+from headrace.scheduler.static import StaticScheduler
 from headrace.worker.step import PADDING
 from headrace.worker.worker import Worker
 
@@ -91,14 +92,14 @@ class Engine:
 
     def _scheduler(self) -> Scheduler:
         config = self.config
-        pool = BlockPool(self.worker.num_blocks, config.block_size)
-        swap = self.worker.num_host_blocks > 0
+        pool = BlockPool(self.worker.num_blocks, self.worker.block_size)
+        swap = self.worker.num_host_blocks > 0 and config.preemption_mode != "recompute"
         windows = self.worker.decoder.config.windows
         cache = CacheManager(
             pool,
-            index=PrefixIndex(pool) if config.enable_prefix_caching else None,
-            host=BlockPool(self.worker.num_host_blocks, config.block_size) if swap else None,
-            window=None if None in windows else max(w for w in windows if w is not None),
+            index=PrefixIndex(pool) if config.enable_prefix_caching and not config.is_contiguous else None,
+            host=BlockPool(self.worker.num_host_blocks, self.worker.block_size) if swap else None,
+            window=None if config.is_contiguous or None in windows else max(w for w in windows if w is not None),
         )
         limits = Limits(
             max_num_seqs=config.max_num_seqs,
@@ -108,6 +109,8 @@ class Engine:
             max_waiting_requests=config.max_waiting_requests,
             max_waiting_tokens=config.max_waiting_tokens,
         )
+        if config.scheduling_policy == "static":
+            return StaticScheduler(cache, limits, timeout=config.static_batch_timeout_ms / 1000)
         policies: dict[str, Callable[[], FirstComeFirstServed]] = {
             "fcfs": FirstComeFirstServed,
             "priority": lambda: Priority(config.priority_ageing),

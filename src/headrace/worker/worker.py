@@ -1,5 +1,7 @@
 """One rank: the model and its KV cache in memory, and the running of steps."""
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 
@@ -20,12 +22,11 @@ class Worker:
     """Loads the model, sizes the cache, and runs steps.
 
     max_model_len: the longest sequence, prompt and output, that this model takes on this machine.
-    num_blocks: of the KV cache; each holds `config.block_size` tokens. num_host_blocks: of the one to swap to.
+    num_blocks: of the KV cache; each holds `block_size` tokens. num_host_blocks: of the one to swap to.
     Raises ModelError, or CapacityError where the asked for context does not fit in memory.
     """
 
     def __init__(self, config: EngineConfig, checkpoint: Checkpoint) -> None:
-        self.config = config
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         self.ops = create_ops(config.backend)
@@ -33,6 +34,11 @@ class Worker:
         with torch.inference_mode():
             self.decoder = load_decoder(checkpoint, self.ops, dtype)
             kv_dtype = torch.int8 if config.kv_cache_dtype == "int8" else dtype
+            if config.is_contiguous:  # is paged, with pages that hold a whole sequence
+                length = config.max_model_len
+                whole = length if isinstance(length, int) else self.decoder.config.max_position
+                config = replace(config, block_size=whole)
+            self.config, self.block_size = config, config.block_size
             # After the weights are loaded, so that what they take is not counted as free.
             size = size_cache(config, self.decoder.config, kv_dtype, available_memory())
             self.max_model_len, self.num_blocks, self.num_host_blocks = (

@@ -1,0 +1,101 @@
+"""However requests are scheduled, the tokens are NumPy's: policies, layouts, prefix hits, forks, preemption."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace import LLM, SamplingParams
+from headrace.config import EngineConfig
+from headrace.engine.request import Request
+from headrace.errors import ConfigError
+from helpers.t0_engine import numpy_greedy, random_prompt, t0_llm
+
+PROMPTS = [random_prompt(n) for n in (1, 15, 16, 17, 32, 33, 70)]
+GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+TRUTH = [numpy_greedy(tuple(p), 20) for p in PROMPTS]
+BYTES_PER_TOKEN = 2 * 2 * 2 * 16 * 4
+
+
+def tokens(llm: LLM, prompts: list[list[int]] = PROMPTS, params: SamplingParams = GREEDY) -> list[list[int]]:
+    return [c.token_ids for output in llm.generate(prompts, params) for c in output.outputs]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"scheduling_policy": "priority"},
+        {"scheduling_policy": "fair"},
+        {"scheduling_policy": "static", "max_model_len": 100, "max_num_seqs": 3, "static_batch_timeout_ms": 5},
+        {"kv_cache_layout": "contiguous", "max_model_len": 100},
+        {"enable_prefix_caching": False, "long_prefill_token_threshold": 5},
+        {"max_model_len": 128, "kv_cache_memory": 128 * BYTES_PER_TOKEN, "block_size": 8},
+        {"max_model_len": 128, "kv_cache_memory": 128 * BYTES_PER_TOKEN, "block_size": 8, "swap_space": 10**6},
+    ],
+)
+def test_the_tokens_are_the_same(t0_dir: Path, settings: dict[str, Any]) -> None:
+    llm = t0_llm(t0_dir, **settings)
+    assert tokens(llm) == TRUTH
+    assert tokens(llm) == TRUTH, "and again, now from the cache"
+    stats = llm.engine.stats()
+    assert stats.free_blocks == stats.num_blocks
+    if "kv_cache_memory" in settings:
+        assert stats.num_preemptions > 0
+        assert (stats.num_swaps > 0) == ("swap_space" in settings)
+
+
+@pytest.mark.parametrize("block_size", [1, 8, 16, 32])
+def test_a_whole_prompt_in_the_cache(t0_dir: Path, block_size: int) -> None:
+    llm = t0_llm(t0_dir, block_size=block_size)
+    for prompt, truth in zip(PROMPTS, TRUTH, strict=True):
+        for again in range(3):
+            (output,) = llm.generate(prompt, GREEDY)
+            assert output.outputs[0].token_ids == truth
+            assert output.num_cached_tokens <= len(prompt) - 1
+            if again:
+                assert output.num_cached_tokens == (len(prompt) - 1) // block_size * block_size
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+def test_the_continuations_of_a_prompt_share_it(t0_dir: Path, prefix: bool) -> None:
+    llm = t0_llm(t0_dir, enable_prefix_caching=prefix, block_size=16)
+    params = SamplingParams(n=4, temperature=0, max_tokens=20, ignore_eos=True)
+    assert tokens(llm, params=params) == [t for t in TRUTH for _ in range(4)]
+    assert llm.engine.stats().num_copied_blocks > 0
+    drawn = SamplingParams(n=4, temperature=1.5, seed=3, max_tokens=20, ignore_eos=True)
+    single = [llm.generate(p, SamplingParams(temperature=1.5, seed=3, max_tokens=20, ignore_eos=True)) for p in PROMPTS]
+    assert tokens(llm, params=drawn)[::4] == [o.outputs[0].token_ids for (o,) in single]
+
+
+def test_time_that_is_over(t0_dir: Path) -> None:
+    engine = t0_llm(t0_dir, max_num_seqs=1).engine
+    now = [0.0]
+    engine.scheduler.clock = lambda: now[0]
+    engine.add_request(Request("runs", [1], GREEDY, timeout=5))
+    engine.step()
+    engine.add_request(Request("waits", [2], SamplingParams(n=3), queue_timeout=1))
+    now[0] = 2.0
+    deltas = [d for d in engine.step() if d.request_id == "waits"]
+    assert [(d.finish_reason, d.stop_reason) for d in deltas] == [("abort", "timeout")] * 3
+    assert all(d.error is not None and "waited 2.0 s" in str(d.error) for d in deltas)
+    now[0] = 6.0
+    (last,) = engine.step()
+    assert (last.request_id, last.finish_reason, last.error) == ("runs", "abort", None)
+    assert not engine.has_work
+    assert engine.stats().num_expired == 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"scheduling_policy": "lifo"}, "scheduling_policy must be one of fcfs"),
+        ({"scheduling_policy": "static", "kv_cache_layout": "paged"}, "needs the contiguous"),
+        ({"preemption_mode": "swap"}, "set swap_space"),
+        ({"queue_timeout": -1}, "queue_timeout must be a number from 0 on"),
+        ({"priority_ageing": None}, "priority_ageing must be a number"),
+        ({"max_waiting_requests": 0}, "max_waiting_requests must be an integer of at least 1"),
+    ],
+)
+def test_settings_that_make_no_sense(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        EngineConfig(model="m", **settings)
