@@ -86,6 +86,13 @@ def test_prompts_in_chunks_beside_streams(truth: Streams) -> None:
     assert_all_same(truth, run(engine, requests(engine), arrivals=range(0, 16, 2)))
 
 
+def test_one_piece_of_memory_for_each_sequence(truth: Streams) -> None:
+    """A block as long as any sequence may become makes the cache contiguous: there is nothing to page."""
+    engine = llm(block_size=96, enable_prefix_caching=False).engine
+    assert engine.stats().num_blocks >= len(TEXTS)
+    assert_all_same(truth, run(engine, requests(engine)))
+
+
 def test_what_was_in_the_cache_already(truth: Streams) -> None:
     engine = llm().engine
     cold = run(engine, requests(engine))
