@@ -86,10 +86,10 @@ def test_prompts_in_chunks_beside_streams(truth: Streams) -> None:
     assert_all_same(truth, run(engine, requests(engine), arrivals=range(0, 16, 2)))
 
 
-def test_one_piece_of_memory_for_each_sequence(truth: Streams) -> None:
-    """A block as long as any sequence may become makes the cache contiguous: there is nothing to page."""
-    engine = llm(block_size=96, enable_prefix_caching=False).engine
-    assert engine.stats().num_blocks >= len(TEXTS)
+@pytest.mark.parametrize("settings", [{"kv_cache_layout": "contiguous"}, {"scheduling_policy": "static"}])
+def test_one_piece_of_memory_for_each_sequence(truth: Streams, settings: dict[str, str]) -> None:
+    """There is nothing to page, and in the second case nobody enters or leaves a batch that runs."""
+    engine = llm(enable_prefix_caching=False, max_num_seqs=8, **settings).engine
     assert_all_same(truth, run(engine, requests(engine)))
 
 
