@@ -231,7 +231,9 @@ class Scheduler:
     def advance(self, sequence: Sequence, count: int) -> None:
         """Notes that the next `count` tokens of a sequence are in the cache now."""
         sequence.num_computed += count
-        self.cache.note_computed(sequence.table, sequence.token_ids, sequence.num_computed, sequence.salt)
+        cache = self.cache
+        if count > 1 or sequence.num_computed % cache.pool.block_size == 0 or cache.window is not None:
+            cache.note_computed(sequence.table, sequence.token_ids, sequence.num_computed, sequence.salt)
         if sequence.siblings and sequence.num_computed >= sequence.num_prompt:
             self._let_siblings_go(sequence, forked=True)
 
