@@ -1,64 +1,129 @@
-"""What a long prompt does to running streams, with and without chunks that are sized by time.
+"""What running streams notice of a long prompt that arrives beside them, with chunks by time and without.
 
-    python bench/interference.py MODEL [--prompt 6000] [--streams 8]
+    python bench/interference.py [--model FILE.gguf] [--streams 8] [--prompt-len 6000] [--rounds 3]
 
-Eight streams decode; then the long prompt comes. Printed is the usual gap between two tokens of a stream, the worst one
-from then until the prompt's first token, and how long the prompt waits for that token.
+Eight streams decode; then a prompt of 6,000 tokens comes. A gap is the time between two tokens of one stream. "with"
+cuts the prompt into pieces by `target_itl_ms`, "without" into pieces of `max_num_batched_tokens` tokens only. The
+rounds alternate, so that a machine that slows down slows both; every prompt is a new one, and nothing is reused.
 """
 
 import argparse
+import json
+import random
+import statistics
 import time
-from statistics import median
+from pathlib import Path
+from typing import Any
 
-from headrace.config import EngineConfig
+from headrace import LLM, SamplingParams
 from headrace.engine.core import Engine
 from headrace.engine.request import Request
-from headrace.sampling.params import SamplingParams
+from headrace.formats.package_models import DEFAULT_MODEL, fetch
 
-
-def measure(model: str, streams: int, prompt: int, target_itl_ms: float | None) -> tuple[float, float, float]:
-    """Milliseconds: the usual gap, the worst gap beside the prompt, and the prompt's time to its first token."""
-    engine = Engine(EngineConfig(model=model, target_itl_ms=target_itl_ms, enable_prefix_caching=False))
-    endless = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
-    for i in range(streams):
-        engine.add_request(Request(f"stream-{i}", [100 + i] * 16, endless))
-    for _ in range(40):  # in which the cost model learns as well
-        engine.step()
-    last = dict.fromkeys(range(streams), time.perf_counter())
-    gaps: list[float] = []
-
-    def step() -> bool:
-        deltas = engine.step()
-        now = time.perf_counter()
-        for delta in deltas:
-            if delta.request_id.startswith("stream-"):
-                stream = int(delta.request_id.removeprefix("stream-"))
-                gaps.append(now - last[stream])
-                last[stream] = now
-        return any(delta.request_id == "long" for delta in deltas)
-
-    for _ in range(20):
-        step()
-    usual = median(gaps)
-    gaps.clear()
-    begin = time.perf_counter()
-    ids = [i % 200 + 1 for i in range(prompt)]
-    engine.add_request(Request("long", ids, SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)))
-    while not step():
-        pass
-    return 1e3 * usual, 1e3 * max(gaps), 1e3 * (time.perf_counter() - begin)
+STREAM_PROMPT = 32  # tokens
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", metavar="MODEL")
-    parser.add_argument("--streams", type=int, default=8)
-    parser.add_argument("--prompt", type=int, default=6000)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", type=Path, help="a GGUF file or directory (default: SmolLM2-135M-Instruct)")
+    parser.add_argument("--streams", type=int, default=8, help="(default: %(default)s)")
+    parser.add_argument("--prompt-len", type=int, default=6000, help="tokens of the long prompt (default: %(default)s)")
+    parser.add_argument("--before", type=int, default=24, help="tokens of each stream before it (default: %(default)s)")
+    parser.add_argument("--target-itl-ms", type=float, help="with which to compare (default: the engine's own)")
+    parser.add_argument("--max-num-batched-tokens", type=int, default=2048, help="of both (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=3, help="of each (default: %(default)s)")
+    parser.add_argument("--backend", default="auto", help="(default: %(default)s)")
+    parser.add_argument("--threads", type=int, help="(default: torch's own)")
+    parser.add_argument("--json", type=Path, help="write the figures there too")
     args = parser.parse_args()
-    print("chunks by      usual gap ms  worst gap ms  first token of the prompt ms")
-    for name, target in (("tokens", 0.0), ("time, auto", None), ("time, 100 ms", 100.0)):
-        usual, worst, first = measure(args.model, args.streams, args.prompt, target)
-        print(f"{name:14} {usual:12.1f} {worst:13.1f} {first:29.0f}", flush=True)
+
+    settings = {
+        "backend": args.backend,
+        "threads": args.threads,
+        "max_num_seqs": args.streams + 1,
+        "max_num_batched_tokens": args.max_num_batched_tokens,
+        "enable_prefix_caching": False,
+        "seed": 0,
+    }
+    model = str(args.model or fetch(DEFAULT_MODEL))
+    engines = {
+        "with": LLM(model, **settings, target_itl_ms=args.target_itl_ms).engine,
+        "without": LLM(model, **settings, target_itl_ms=0).engine,
+    }
+    for engine in engines.values():
+        measure(engine, args.streams, 300, 8, seed=-1)  # warms up, and gives the cost model something to go by
+    rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in engines}
+    for number in range(args.rounds):
+        for name, engine in engines.items():
+            rounds[name].append(measure(engine, args.streams, args.prompt_len, args.before, seed=number))
+    print(
+        f"{args.streams} streams, a prompt of {args.prompt_len} tokens; milliseconds, medians of {args.rounds} rounds"
+    )
+    medians = {name: {key: statistics.median(r[key] for r in of) for key in of[0]} for name, of in rounds.items()}
+    for name, figures in medians.items():
+        print(f"{name:8s} " + "   ".join(f"{key.replace('_', ' ')} {value:.1f}" for key, value in figures.items()))
+    worst = {name: max(r["worst_gap"] for r in of) for name, of in rounds.items()}
+    ratio = medians["without"]["worst_gap"] / medians["with"]["worst_gap"]
+    price = medians["with"]["first_token"] / medians["without"]["first_token"]
+    print(f"worst of all rounds: with {worst['with']:.1f}, without {worst['without']:.1f}")
+    print(f"ratio of worst gaps (without / with) {ratio:.2f}; of the prompt's first token (with / without) {price:.2f}")
+    if args.json:
+        result = {"rounds": rounds, "medians": medians, "worst": worst, "worst_gap_ratio": ratio, "price": price}
+        args.json.write_text(json.dumps(result, indent=2) + "\n")
+
+
+def measure(engine: Engine, streams: int, prompt_len: int, before: int, seed: int) -> dict[str, float]:
+    """One round, in milliseconds: gaps before the long prompt comes and beside it, and how long its first token takes.
+
+    The gap that is under way when the prompt has its token counts too.
+    """
+    rng = random.Random(seed)
+    vocab = engine.vocab_size
+    names = [f"stream-{i}" for i in range(streams)]
+    room = engine.max_model_len - STREAM_PROMPT
+    for name in names:
+        ids = [rng.randrange(vocab) for _ in range(STREAM_PROMPT)]
+        engine.add_request(Request(name, ids, SamplingParams(temperature=0, max_tokens=room, ignore_eos=True)))
+    last: dict[str, float] = {}
+    counts = dict.fromkeys(names, 0)
+
+    def step() -> tuple[list[float], bool]:
+        """The gaps that end with this step, and whether the long prompt has its token."""
+        deltas = engine.step()
+        now = time.perf_counter()
+        gaps = []
+        for delta in deltas:
+            if delta.request_id in counts:
+                if counts[delta.request_id]:
+                    gaps.append((now - last[delta.request_id]) * 1000)
+                last[delta.request_id] = now
+                counts[delta.request_id] += 1
+        return gaps, any(d.request_id == "long" for d in deltas)
+
+    while min(counts.values()) < 4:
+        step()
+    alone: list[float] = []
+    while min(counts.values()) < before + 4:
+        alone += step()[0]
+    prompt = [rng.randrange(vocab) for _ in range(prompt_len)]
+    engine.add_request(Request("long", prompt, SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)))
+    begun = time.perf_counter()
+    beside: list[float] = []
+    done = False
+    while not done:
+        gaps, done = step()
+        beside += gaps
+    first_token = (time.perf_counter() - begun) * 1000
+    beside += step()[0]
+    for name in names:
+        engine.abort(name)
+    return {
+        "median_gap_alone": statistics.median(alone),
+        "median_gap": statistics.median(beside),
+        "worst_gap": max(beside),
+        "gaps": len(beside) / streams,
+        "first_token": first_token,
+    }
 
 
 if __name__ == "__main__":
