@@ -61,6 +61,12 @@ class Terminal:
     def type(self, text: str) -> None:
         os.write(self.master, text.encode())
 
+    def interrupt(self) -> None:
+        """Ctrl-C at the prompt. Python's readline shows it a moment before it listens, and a signal in that moment is
+        noticed with the next key only."""
+        time.sleep(0.5)
+        self.type("\x03")
+
     def close(self) -> None:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGKILL)
@@ -107,7 +113,7 @@ def test_a_conversation(terminal: Callable[..., Terminal]) -> None:
 def test_interrupts(terminal: Callable[..., Terminal]) -> None:
     chat = terminal()
     chat.expect("> ")
-    chat.type("\x03")
+    chat.interrupt()
     chat.expect("Ctrl-C again")
     chat.expect("> ")
     chat.type("Hi\n")
@@ -115,7 +121,7 @@ def test_interrupts(terminal: Callable[..., Terminal]) -> None:
     chat.type("\x03")  # stops the answer, not the program
     chat.expect("(stopped)")
     chat.expect("> ")
-    chat.type("\x03")  # the second in a row
+    chat.interrupt()  # the second in a row
     assert chat.process.wait(20) == 130
 
 

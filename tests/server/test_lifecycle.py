@@ -73,15 +73,14 @@ def test_long_prompts_do_not_block_others(server: RunningServer) -> None:
 
     thread = threading.Thread(target=post)
     thread.start()
-    slowest = 0.0
+    answered = 0
     while thread.is_alive():
-        begin = time.monotonic()
         assert server.http.get("/health").status_code == 200
-        slowest = max(slowest, time.monotonic() - begin)
+        answered += 1
     thread.join()
     assert responses[0].status_code == 400
     assert responses[0].json()["error"]["code"] == "context_length_exceeded"
-    assert slowest < 2
+    assert answered > 2, "one that had to wait would be the last"
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
