@@ -1,5 +1,10 @@
-"""Behaviour of schedulers and caches that other engines got wrong, asked of a running engine on the tiny model."""
+"""Behaviour of schedulers and caches that other engines got wrong, asked of a running engine.
 
+Most is asked of the tiny model, which NumPy or transformers check; some of SmolLM2 as well, with its cache of prefixes
+off for comparison.
+"""
+
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -7,8 +12,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from headrace import LLM, SamplingParams
-from headrace.engine.request import RequestOutput
+from headrace.engine.request import Request, RequestOutput
 from headrace.errors import CapacityError
+from headrace.models.decoder import Decoder
+from headrace.models.loader import load_decoder
+from headrace.worker import worker
+from helpers.differential import Stream, assert_same, run
+from helpers.model_files import smollm2
 from helpers.t0_engine import numpy_greedy, numpy_logprobs, random_prompt, t0_llm
 from helpers.tiny import save_t0, t0_config
 
@@ -37,6 +47,35 @@ def logprobs_are_numpys(output: RequestOutput) -> None:
         assert entry.logprob == pytest.approx(truth[first + i - 1, ids[first + i]], abs=1e-4)
 
 
+def tokens_are_numpys(output: RequestOutput) -> None:
+    """The likeliest after each position, all of which one pass over the whole gives."""
+    first = len(output.prompt_token_ids)
+    ids = output.prompt_token_ids + output.outputs[0].token_ids
+    assert output.outputs[0].token_ids == numpy_logprobs(ids)[first - 1 : -1].argmax(-1).tolist()
+
+
+def test_prompts_of_whole_blocks_up_to_a_very_long_one(tmp_path: Path) -> None:
+    """With the cache and without, the first time and from the cache: what transformers says, and the same each time."""
+    save_t0(tmp_path, config=t0_config(max_position_embeddings=8192))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    llms = [t0_llm(tmp_path, block_size=16, enable_prefix_caching=on) for on in (False, True)]
+    for length in (15, 16, 17, 32, 48, 64, 4096):
+        prompt = list(b" word" * 820)[:length]
+        outputs = [llm.generate(prompt, greedy(20, logprobs=1))[0] for llm in (llms[0], *[llms[1]] * 3)]
+        (truth,) = outputs[0].outputs
+        with torch.inference_mode():
+            expected = model(torch.tensor([prompt + truth.token_ids])).logits[0, length - 1 : -1].log_softmax(-1)
+        assert truth.token_ids == expected.argmax(-1).tolist()
+        for output in outputs:
+            (got,) = output.outputs
+            assert (got.token_ids, got.text) == (truth.token_ids, truth.text)
+            assert [entry.logprob for entry in got.logprobs or []] == pytest.approx(
+                expected.max(-1).values.tolist(), abs=1e-3
+            )
+        for output in outputs[2:]:
+            assert output.num_cached_tokens == (length - 1) // 16 * 16
+
+
 def test_prompt_logprobs_with_a_warm_cache(t0_dir: Path) -> None:
     llm = t0_llm(t0_dir, block_size=16)
     one, two = random_prompt(40), [*random_prompt(33), 7, 8, 9]
@@ -53,14 +92,14 @@ def test_prompts_that_differ_in_one_token_share_no_more_than_is_equal(t0_dir: Pa
     base = random_prompt(64)
     llm.generate(base, greedy(8))
     swapped = base[:16] + base[32:48] + base[16:32] + base[48:]
-    variants = [[*base[:k], (base[k] + 1) % 256, *base[k + 1 :]] for k in range(0, 64, 3)]
+    variants = [[*base[:k], (base[k] + 1) % 256, *base[k + 1 :]] for k in range(64)]
     others = [base[1:], [5, *base], base[::-1], swapped]
     for variant in [*others, *variants]:
         (output,) = llm.generate(variant, greedy(4, logprobs=1))
         if variant in variants:
             equal = next(i for i in range(64) if variant[i] != base[i])
             assert output.num_cached_tokens == equal // 16 * 16
-        assert output.outputs[0].token_ids == numpy_greedy(tuple(variant), 4)
+        tokens_are_numpys(output)
         logprobs_are_numpys(output)
 
 
@@ -85,6 +124,25 @@ def test_sequences_that_cross_the_edge_of_a_block(t0_dir: Path, block_size: int,
         for output, prompt in zip(llm.generate(prompts, greedy(40)), prompts, strict=True):
             assert output.outputs[0].token_ids == numpy_greedy(tuple(prompt), 40)
     assert (llm.engine.stats().num_preemptions > 0) == scarce
+
+
+@pytest.mark.parametrize("block_size", [8, 16, 32, 256])
+def test_lengths_around_the_edge_of_a_block_after_a_hit_on_the_first(t0_dir: Path, block_size: int) -> None:
+    """A hit on just the first block, and none: the same, whatever the size of the blocks."""
+    cold, warm = (t0_llm(t0_dir, block_size=block_size, enable_prefix_caching=on) for on in (False, True))
+    prompts = [random_prompt(n) for n in (*range(14, 19), *range(30, 35), *range(254, 259))]
+    for prompt in prompts:
+        if len(prompt) > block_size:
+            begins_alike = [*prompt[:block_size], (prompt[block_size] + 1) % 256]
+            warm.generate(begins_alike, greedy(1))
+    params = greedy(40, logprobs=1)
+    for first, second, prompt in zip(
+        cold.generate(prompts, params), warm.generate(prompts, params), prompts, strict=True
+    ):
+        assert (first.num_cached_tokens, second.num_cached_tokens) == (0, block_size * (len(prompt) > block_size))
+        for output in (first, second):
+            tokens_are_numpys(output)
+            logprobs_are_numpys(output)
 
 
 @pytest.mark.parametrize("prefix", [False, True])
@@ -127,3 +185,45 @@ def test_a_sliding_window(tmp_path: Path, block_size: int) -> None:
     forked = llm.generate(several, SamplingParams(n=3, temperature=0, max_tokens=16, ignore_eos=True))
     alone = [llm.generate(p, greedy(16))[0].outputs[0].token_ids for p in several]
     assert [[c.token_ids for c in o.outputs] for o in forked] == [[ids] * 3 for ids in alone]
+
+
+class TestSmolLM2:
+    """The truth is each prompt by itself with the cache of prefixes off; what differs is cache or company."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def llms(cls) -> Iterator[tuple[LLM, LLM]]:
+        """Without the cache of prefixes, and with it; they share the weights, which take longest to load."""
+        loaded: list[Decoder] = []
+
+        def load(*args: object) -> Decoder:
+            if not loaded:
+                loaded.append(load_decoder(*args))
+            return loaded[0]
+
+        settings = {"block_size": 16, "seed": 0, "max_model_len": 128, "kv_cache_memory": 2048 * 2 * 30 * 3 * 64 * 4}
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(worker, "load_decoder", load)
+            yield (
+                LLM(str(smollm2()), enable_prefix_caching=False, **settings),
+                LLM(str(smollm2()), enable_prefix_caching=True, **settings),
+            )
+
+    def streams(self, llm: LLM, prompts: list[list[int]], count: int, salt: str) -> list[Stream]:
+        """Of prompts that run together. Only prompts of the same salt share what is cached."""
+        params = greedy(count, logprobs=2)
+        several = [Request(f"{i}", ids, params, cache_salt=salt) for i, ids in enumerate(prompts)]
+        return list(run(llm.engine, several).values())
+
+    def test_prompts_of_whole_blocks(self, llms: tuple[LLM, LLM]) -> None:
+        off, on = llms
+        lengths = (15, 16, 17, 32, 48, 64)
+        prompts = [on.tokenizer.encode(" word" * n) for n in lengths]
+        assert tuple(map(len, prompts)) == lengths
+        truth = [self.streams(off, [ids], 6, "")[0] for ids in prompts]
+        for again in range(3):
+            for length, expected, got in zip(lengths, truth, self.streams(on, prompts, 6, "words"), strict=True):
+                assert_same(expected, got)
+                assert got.cached_tokens is not None
+                assert got.cached_tokens <= length - 1
+                assert not again or got.cached_tokens == (length - 1) // 16 * 16
