@@ -1,6 +1,7 @@
 """The two real models in transformers and in the engine, each loaded once, and what transformers generates."""
 
 import functools
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,13 @@ from transformers import PreTrainedModel
 
 from headrace import LLM
 from headrace.kvcache.block_pool import BlockPool
-from headrace.scheduler.scheduler import Scheduler
+from headrace.kvcache.manager import CacheManager
+from headrace.kvcache.prefix_index import PrefixIndex
+from headrace.scheduler.scheduler import Limits, Scheduler
 from helpers.model_files import gemma3, smollm2
 
 PATHS = {"smollm2": smollm2, "gemma3": gemma3}
+THREADS = int(os.environ["OMP_NUM_THREADS"])  # the engines of tiny models have set torch to one thread
 
 
 @functools.cache
@@ -45,15 +49,21 @@ def _plain_memmap(memmap: type[numpy.memmap], *arguments: Any, **keywords: Any) 
 
 @functools.cache
 def llm(name: str) -> LLM:
-    return LLM(str(PATHS[name]()), max_model_len=1024, kv_cache_memory=256 << 20, block_size=16, seed=0)
+    return LLM(
+        str(PATHS[name]()), max_model_len=1024, kv_cache_memory=256 << 20, block_size=16, seed=0, threads=THREADS
+    )
 
 
 def limit(engine_of: LLM, *, seqs: int = 64, tokens: int = 2048, blocks: int | None = None) -> Scheduler:
-    """Gives an idle engine a scheduler with other limits, and at most `blocks` of its blocks, without loading again."""
+    """Gives an idle engine a scheduler with other limits, and at most `blocks` of its blocks, without loading again.
+
+    It remembers nothing of earlier prompts, and never cuts prompts shorter than it must.
+    """
     engine = engine_of.engine
     assert not engine.has_work
-    pool = BlockPool(blocks or engine.worker.num_blocks, engine.config.block_size)
-    engine.scheduler = Scheduler(pool, max_num_seqs=seqs, max_num_batched_tokens=tokens)
+    pool = BlockPool(blocks or engine.worker.num_blocks, engine.worker.block_size)
+    limits = Limits(max_num_seqs=seqs, max_num_batched_tokens=tokens, target_itl=0.0)
+    engine.scheduler = Scheduler(CacheManager(pool, index=PrefixIndex(pool)), limits)
     return engine.scheduler
 
 

@@ -42,8 +42,8 @@ class Truth:
     """
 
     def __init__(self, name: str) -> None:
-        self.model = transformers_model(name)
         self.llm = real_models.llm(name)
+        self.model = transformers_model(name)
         encode = self.llm.tokenizer.encode_batch
         if name == "smollm2":
             self.prompts = encode(TEN) + encode(REST)
@@ -142,7 +142,7 @@ def test_preemption(smollm2: Truth) -> None:
     scheduler = limit(smollm2.llm, blocks=7)
     smollm2.check(16, 16)
     assert scheduler.num_preemptions > 0
-    assert scheduler.pool.num_free == 7
+    assert scheduler.cache.pool.num_free == 7
 
 
 def test_abort_frees_all_blocks(smollm2: Truth) -> None:
@@ -153,11 +153,11 @@ def test_abort_frees_all_blocks(smollm2: Truth) -> None:
     for _ in range(3):
         engine.step()
     assert scheduler.running
-    assert scheduler.waiting
-    assert scheduler.pool.num_free < scheduler.pool.num_blocks
+    assert scheduler.num_waiting
+    assert scheduler.cache.pool.num_free < scheduler.cache.pool.num_blocks
     for i in range(len(smollm2.prompts)):
         engine.abort(str(i))
-    assert scheduler.pool.num_free == scheduler.pool.num_blocks
+    assert scheduler.cache.pool.num_free == scheduler.cache.pool.num_blocks
     assert not engine.has_work
     smollm2.check(2, 8)  # nothing that is left over in the cache does harm either
 
