@@ -69,6 +69,9 @@ def test_the_statistics_notice_a_slightly_wrong_filter(asked, done):
     assert p_value(draws, exact_distribution(example_logits(), **asked)) < THRESHOLD / 100
 
 
+ERROR = 1e-6
+
+
 @settings(max_examples=150, deadline=None)
 @given(
     logits=npst.arrays(np.float64, st.integers(1, 60), elements=st.integers(-12, 12).map(lambda x: x / 4)),
@@ -82,10 +85,12 @@ def test_every_token_is_drawn_by_its_own_part_of_the_unit_interval(logits, tempe
     filters = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     distribution = exact_distribution(logits, **filters)
     ends = distribution.cumsum()
-    kept = distribution.nonzero()[0]
+    # The borders between tokens are known to float32's precision only, so none is probed more closely than ERROR.
+    kept = (distribution > 4 * ERROR).nonzero()[0]
     share = distribution[kept]
     for place in (1e-4, 0.5, 1 - 1e-4):
-        np.testing.assert_array_equal(draw(logits, ends[kept] - share * (1 - place), **filters), kept)
+        uniform = ends[kept] - share + (share * place).clip(ERROR, share - ERROR)
+        np.testing.assert_array_equal(draw(logits, uniform, **filters), kept)
 
 
 def test_the_nucleus_is_the_smallest_set_that_holds_top_p():

@@ -33,7 +33,13 @@ def test_a_chat_has_exactly_these_fields(server: RunningServer) -> None:
     assert set(choice) == {"index", "message", "logprobs", "finish_reason"}
     assert set(choice["message"]) == {"role", "content", "refusal"}
     assert choice["logprobs"] is choice["message"]["refusal"] is None
-    assert answer["usage"] == {"prompt_tokens": 20, "completion_tokens": 2, "total_tokens": 22}
+    details = {"cached_tokens": 0}
+    assert answer["usage"] == {
+        "prompt_tokens": 20,
+        "completion_tokens": 2,
+        "total_tokens": 22,
+        "prompt_tokens_details": details,
+    }
 
 
 def test_a_completion_has_exactly_these_fields(server: RunningServer) -> None:
