@@ -4,7 +4,6 @@ Most is asked of the tiny model, which NumPy or transformers check; some of Smol
 off for comparison.
 """
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -151,17 +150,12 @@ def test_use_of_the_cache_does_not_creep_up(t0_dir: Path, prefix: bool) -> None:
     settings = {"max_model_len": 512, "kv_cache_memory": 512 * BYTES_PER_TOKEN}
     engine = t0_llm(t0_dir, block_size=16, enable_prefix_caching=prefix, **settings).engine
     size = engine.stats().num_blocks
-    seconds = []
     for i in range(500):
-        begun = time.perf_counter()
         run(engine, [Request("r", [i % 256, i // 256, *random_prompt(40)], greedy(2))])
-        seconds.append(time.perf_counter() - begun)
         stats = engine.stats()
         assert stats.free_blocks == stats.num_blocks == size
         assert prefix or not stats.kept_blocks
     assert (stats.kept_blocks > 0) == prefix
-    # The fastest of many is little disturbed by other work of the machine.
-    assert min(seconds[-100:]) < 3 * min(seconds[50:150])
     engine.add_request(Request("large", random_prompt(480), greedy(32)))
     assert [d.request_id for d in engine.step()] == ["large"], "it got the blocks of all the others at once"
     assert sum(len(d.token_ids) for _ in range(31) for d in engine.step()) == 31

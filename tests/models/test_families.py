@@ -7,9 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config
 
 from headrace.errors import ModelError
 from headrace.models.families import FAMILIES as ARCHITECTURES
+from headrace.models.families import decoder_config
 from helpers.decoding import DecoderRunner, relative_error
 from helpers.families import FAMILIES, save_family, transformers_logits, transformers_model
 from helpers.tiny import VOCAB, save_t0, t0_config, t0_numpy_logits, t0_weights
@@ -124,3 +126,25 @@ def test_a_config_that_cannot_be_run_is_refused_by_name(
     message = str(error.value)
     assert all(name in message for name in [str(tmp_path), *names]), message
     assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        (LlamaConfig, {}),
+        (LlamaConfig, {"num_key_value_heads": None}),
+        (LlamaConfig, {"num_key_value_heads": 4}),
+        (MistralConfig, {}),
+        (MistralConfig, {"num_key_value_heads": 4}),
+        (Qwen2Config, {}),
+        (Qwen2Config, {"num_key_value_heads": None}),
+    ],
+)
+def test_absent_and_null_key_value_heads_are_those_of_transformers(
+    kind: type[PreTrainedConfig], settings: dict[str, int | None]
+) -> None:
+    shape = {"num_hidden_layers": 2, "num_attention_heads": 32, "hidden_size": 64, "intermediate_size": 8}
+    shape["vocab_size"] = 9
+    name = f"{kind.__name__.removesuffix('Config')}ForCausalLM"
+    ours = decoder_config({"architectures": [name], **shape, **settings})
+    assert ours.num_kv_heads == kind(**shape, **settings).num_key_value_heads

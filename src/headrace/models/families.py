@@ -105,7 +105,9 @@ def _base(
     if layers > MAX_LAYERS:
         raise ModelError(f"config: {layers} layers are more than the {MAX_LAYERS} that are supported")
     head_dim = c.integer("head_dim", head_dim or max(1, hidden // heads))
-    kv_heads = c.integer("num_key_value_heads", kv_heads or heads)
+    if c.values.get("num_key_value_heads", kv_heads) is None:  # null, or absent in a family that has no default
+        kv_heads = heads
+    kv_heads = c.integer("num_key_value_heads", kv_heads)
     if heads % kv_heads:
         raise ModelError(f"config: {heads} attention heads cannot share {kv_heads} key/value heads evenly")
     activation = c.values.get(activation_key) or ("silu" if activation_key == "hidden_act" else "gelu_pytorch_tanh")
