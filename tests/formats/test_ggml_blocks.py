@@ -68,6 +68,27 @@ def test_a_weight_in_chunks(block_type: BlockType, dtype: torch.dtype) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 
 
+@TYPES
+def test_a_weight_as_whole_numbers(block_type: BlockType) -> None:
+    """More blocks than are unpacked at once; the codes have the bits that the type says."""
+    rows = random_rows(block_type, CHUNK_VALUES // 512 + 3, 768)
+    found = GGMLWeight(rows, block_type, (len(rows), 768)).integers()
+    if block_type.name in ("F32", "F16", "BF16"):
+        assert found is None
+        return
+    assert found is not None
+    assert_same_bits(found.dequantize().numpy(), reference(rows, block_type))
+    span = 2**found.bits
+    low = 0 if found.codes.dtype == torch.uint8 else -(span // 2)
+    assert found.codes.min() >= low
+    assert found.codes.max() < low + span
+
+
+def test_a_vector_has_no_whole_numbers() -> None:
+    block_type = next(block_type for block_type in BLOCK_TYPES.values() if block_type.name == "Q8_0")
+    assert GGMLWeight(random_rows(block_type, 1, 64), block_type, (64,)).integers() is None
+
+
 @pytest.mark.parametrize("name", ["F32", "Q4_1", "Q6_K", "IQ4_XS"])
 def test_memory_for_a_large_weight_is_bounded(name: str) -> None:
     block_type = next(block_type for block_type in BLOCK_TYPES.values() if block_type.name == name)

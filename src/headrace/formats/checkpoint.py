@@ -6,6 +6,7 @@ weights) undoes this when reading. So a model family is described once, in `head
 """
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,35 @@ import torch
 
 if TYPE_CHECKING:
     from headrace.formats.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class IntegerWeight:
+    """A matrix `[out, in]` of small whole numbers, with a scale (and perhaps a minimum) for each group of columns.
+
+    value[r, j] = scales[r, g] * codes[r, j] + minimums[r, g] with g = j // group_size; `order` says whose value it is.
+
+    codes: uint8 or int8 `[out, in]`. bits: how many of a code are used, as the file counts them.
+    group_size: columns of a group; the last group of a row may be short.
+    scales: float32 `[out, groups]`. minimums: float32 `[out, groups]`, or None for none.
+    order: int64 `[in]`: column j multiplies input feature order[j] (GPTQ's act-order); None for their own order.
+    """
+
+    codes: torch.Tensor
+    bits: int
+    group_size: int
+    scales: torch.Tensor
+    minimums: torch.Tensor | None = None
+    order: torch.Tensor | None = None
+
+    def dequantize(self) -> torch.Tensor:
+        """All values, float32 `[out, in]`, in the order of the input features."""
+        columns = self.codes.shape[1]
+        groups = torch.arange(columns) // self.group_size
+        values = self.scales[:, groups] * self.codes.float()
+        if self.minimums is not None:
+            values += self.minimums[:, groups]
+        return values if self.order is None else torch.empty_like(values).index_copy_(1, self.order, values)
 
 
 class Weight(ABC):
@@ -26,6 +56,10 @@ class Weight(ABC):
     @abstractmethod
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """All values as a dense tensor of `shape`, converted by value, in memory of its own."""
+
+    def integers(self) -> IntegerWeight | None:
+        """A matrix as the whole numbers that are stored; None for one that is stored as plain numbers."""
+        return None
 
 
 class DenseWeight(Weight):

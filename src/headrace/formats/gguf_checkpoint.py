@@ -6,15 +6,16 @@ norm weights. Both are undone here when a tensor is read.
 
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from headrace.errors import ModelError
-from headrace.formats.checkpoint import Checkpoint, DenseWeight, Weight
+from headrace.formats.checkpoint import Checkpoint, DenseWeight, IntegerWeight, Weight
 from headrace.formats.files import quoted
-from headrace.formats.ggml_blocks import BlockType
+from headrace.formats.ggml_blocks import BlockType, Integers
 from headrace.formats.gguf import GGUFFile
 from headrace.formats.gguf_config import architecture_of, hf_config
 from headrace.formats.gguf_tokenizer import GGUFVocabulary, build_tokenizer
@@ -68,6 +69,26 @@ class GGMLWeight(Weight):
             chunk = self.block_type.dequantize(blocks[start : start + step])
             rows[start : start + step] = torch.from_numpy(chunk)
         return values
+
+    def integers(self) -> IntegerWeight | None:
+        if not self.block_type.bits or len(self.shape) != 2:
+            return None
+        blocks = self.blocks.reshape(-1, self.block_type.block_bytes)
+        step = CHUNK_VALUES // self.block_type.block_size
+        parts = [self.block_type.unpack(blocks[start : start + step]) for start in range(0, len(blocks), step)]
+        held = [part for part in parts if isinstance(part, Integers)]
+        rows = self.shape[0]
+
+        def joined(arrays: list[NDArray[Any]]) -> torch.Tensor:
+            return torch.from_numpy(np.concatenate(arrays).reshape(rows, -1))
+
+        return IntegerWeight(
+            joined([part.codes for part in held]),
+            self.block_type.bits,
+            held[0].codes.shape[2],
+            joined([part.scales for part in held]),
+            None if held[0].minimums is None else joined([part.minimums for part in held if part.minimums is not None]),
+        )
 
 
 class GGUFCheckpoint(Checkpoint):
