@@ -80,8 +80,8 @@ def test_a_weight_as_whole_numbers(block_type: BlockType) -> None:
     assert_same_bits(found.dequantize().numpy(), reference(rows, block_type))
     span = 2**found.bits
     low = 0 if found.codes.dtype == torch.uint8 else -(span // 2)
-    assert found.codes.min() >= low
-    assert found.codes.max() < low + span
+    assert found.codes.min().item() >= low
+    assert found.codes.max().item() < low + span
 
 
 def test_a_vector_has_no_whole_numbers() -> None:
