@@ -8,7 +8,7 @@ import pytest
 from headrace import LLM, SamplingParams
 from headrace.config import EngineConfig
 from headrace.engine.request import Request
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, OverloadedError
 from helpers.t0_engine import numpy_greedy, random_prompt, t0_llm
 
 PROMPTS = [random_prompt(n) for n in (1, 15, 16, 17, 32, 33, 70)]
@@ -82,7 +82,38 @@ def test_time_that_is_over(t0_dir: Path) -> None:
     (last,) = engine.step()
     assert (last.request_id, last.finish_reason, last.error) == ("runs", "abort", None)
     assert not engine.has_work
-    assert engine.stats().num_expired == 2
+    stats = engine.stats()
+    assert (stats.num_expired_waiting, stats.num_expired_running, stats.num_finished) == (3, 1, 0)
+
+
+def test_the_configs_times_hold_for_requests_with_longer_ones(t0_dir: Path) -> None:
+    engine = t0_llm(t0_dir, queue_timeout=10, request_timeout=20).engine
+    now = [100.0]
+    engine.scheduler.clock = lambda: now[0]
+    times: dict[str, tuple[float | None, float | None]] = {"none": (None, None), "less": (1, 2), "more": (50, 60)}
+    for name, (queue, whole) in times.items():
+        engine.add_request(Request(name, [1], GREEDY, queue_timeout=queue, timeout=whole))
+    deadlines = [(s.queue_deadline, s.deadline) for s in engine.scheduler.waiting]
+    assert deadlines == [(110, 120), (101, 102), (110, 120)]
+
+
+def test_what_became_of_requests_is_counted(t0_dir: Path) -> None:
+    engine = t0_llm(t0_dir, max_num_seqs=1, max_waiting_requests=3, max_waiting_tokens=50).engine
+    engine.add_request(Request("finishes", [1], SamplingParams(max_tokens=2, ignore_eos=True)))
+    engine.step()
+    engine.add_request(Request("aborted", list(range(40)), SamplingParams(n=2)))
+    assert engine.stats().waiting_tokens == 40
+    for prompt, n in (([1] * 11, 1), ([1], 2), ([1], 5)):
+        request = Request("refused", prompt, SamplingParams(n=n))
+        assert not engine.has_room(request), "asking is not counted"
+        with pytest.raises(OverloadedError, match="try again in"):
+            engine.add_request(request)
+    engine.abort("aborted")
+    engine.abort("aborted")
+    engine.step()
+    stats = engine.stats()
+    assert (stats.num_refused_requests, stats.num_refused_tokens) == (2, 1)
+    assert (stats.num_aborted, stats.num_finished, stats.waiting, stats.running) == (2, 1, 0, 0)
 
 
 @pytest.mark.parametrize(

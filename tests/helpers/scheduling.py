@@ -275,7 +275,7 @@ class World:
                 assert not sequence.table.blocks
                 assert sequence.num_computed == 0
         used = sum(s.num_prompt for s in self.s.waiting if s.num_cached is None and s.leader is None)
-        assert self.s._waiting_tokens == used
+        assert self.s.waiting_tokens == used
 
 
 def random_world(rng: random.Random, **settings: Any) -> World:

@@ -45,24 +45,36 @@ def test_a_full_queue_is_a_429(t0_directory: Path) -> None:
             assert answer.json()["error"]["code"] == "queue_full"
 
 
-@pytest.mark.parametrize("policy", ["fcfs", "fair", "priority"])
-def test_waiting_in_vain_is_a_503(t0_directory: Path, policy: str) -> None:
-    with running_server(t0_directory, max_num_seqs=1, queue_timeout=0.1, scheduling_policy=policy) as small:
+@pytest.mark.parametrize(
+    ("policy", "by"),
+    [
+        ("fcfs", "the server"),
+        ("fair", "the server"),
+        ("priority", "the server"),
+        ("fcfs", "queue_timeout"),
+        ("fcfs", "timeout"),
+    ],
+)
+def test_waiting_in_vain_is_a_503(t0_directory: Path, policy: str, by: str) -> None:
+    settings, fields = ({"queue_timeout": 0.1}, {}) if by == "the server" else ({}, {by: 0.1})
+    with running_server(t0_directory, max_num_seqs=1, scheduling_policy=policy, **settings) as small:
         long = {"model": "T0", "prompt": "a", "max_tokens": 500, "ignore_eos": True, "stream": True, "user": "x"}
         with small.http.stream("POST", "/v1/completions", json=long) as stream:
             lines = stream.iter_lines()
             next(lines)
-            answer = httpx.post(
-                f"{small.url}/v1/completions", json={"model": "T0", "prompt": "b", "priority": 3}, timeout=100
-            )
+            body = {"model": "T0", "prompt": "b", "priority": 3} | fields
+            answer = httpx.post(f"{small.url}/v1/completions", json=body, timeout=100)
             assert answer.status_code == 503
             assert answer.json()["error"]["code"] == "queue_timeout"
-            assert "retry-after" in answer.headers
+            assert f"try again in {answer.headers['retry-after']} s" in answer.json()["error"]["message"]
             assert list(lines)[-2:-1] == ["data: [DONE]"], "the one that had begun goes on to its end"
 
 
-def test_a_request_that_takes_too_long_is_ended(t0_directory: Path) -> None:
-    with running_server(t0_directory, request_timeout=0.3) as slow:
-        answer = slow.post("completions", model="T0", prompt="a", max_tokens=500, ignore_eos=True, n=8).json()
+@pytest.mark.parametrize("by", ["the server", "the request"])
+def test_a_request_that_takes_too_long_is_ended(t0_directory: Path, by: str) -> None:
+    settings, fields = ({"request_timeout": 0.3}, {}) if by == "the server" else ({}, {"timeout": 0.3})
+    with running_server(t0_directory, **settings) as slow:
+        body = {"model": "T0", "prompt": "a", "max_tokens": 500, "ignore_eos": True, "n": 8}
+        answer = slow.post("completions", **body, **fields).json()
         assert {c["finish_reason"] for c in answer["choices"]} == {"abort"}
         assert 0 < answer["usage"]["completion_tokens"] < 8 * 500

@@ -38,12 +38,20 @@ class _Stream:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """Where the engine stands: sequences running and waiting, KV blocks, and counts since the start.
+    """Where the engine stands, for whoever exports it. What begins with `num_` but `num_blocks`, and the prefix cache's
+    tokens, are counts since the start; the rest is as of now. Sequences are counted where nothing else is said: a
+    request has `n` of them.
 
-    free_blocks: held by no sequence; kept_blocks: those of them that still hold the beginning of some.
-    num_swaps: preemptions in which the cache was moved to the host's memory.
+    running, waiting: of them now. waiting_tokens: of the prompts of those that have not begun.
+    num_blocks, free_blocks, kept_blocks: of the KV cache in all; held by no sequence; and those of the free ones that
+        still hold the beginning of some. In use are `num_blocks - free_blocks`.
+    num_preemptions, num_swaps: all preemptions, and those in which the cache was moved to the host's memory; the
+        others are computed anew.
     num_copied_blocks: blocks copied because two sequences shared them and one went on to write.
-    num_expired: sequences that were ended because their time was over.
+    num_refused_requests, num_refused_tokens: requests that were refused because too many of them were waiting, or too
+        many tokens of prompts.
+    num_expired_waiting, num_expired_running: ended because their time was over, before and after they had begun.
+    num_aborted: ended because the client had gone or asked for it. num_finished: that came to an end of their own.
     prefix_queried_tokens, prefix_hit_tokens: of the prompts that were looked up in the cache, and found there.
     """
 
@@ -56,7 +64,13 @@ class EngineStats:
     kept_blocks: int = 0
     num_swaps: int = 0
     num_copied_blocks: int = 0
-    num_expired: int = 0
+    waiting_tokens: int = 0
+    num_refused_requests: int = 0
+    num_refused_tokens: int = 0
+    num_expired_waiting: int = 0
+    num_expired_running: int = 0
+    num_aborted: int = 0
+    num_finished: int = 0
     prefix_queried_tokens: int = 0
     prefix_hit_tokens: int = 0
 
@@ -84,7 +98,8 @@ class Engine:
         ends: list[int] = checkpoint.generation_config.get("eos_token_id", [])
         self.eos_ids = tuple(token for token in ends if token < self.vocab_size)
         self.scheduler = self._scheduler()
-        self.num_steps = self.num_expired = 0
+        self.num_steps = self.num_finished = self.num_aborted = 0
+        self.num_expired_waiting = self.num_expired_running = 0
         self._random = random.Random(config.seed)
         self._streams: dict[int, _Stream] = {}  # by seq_id
         self._requests: dict[str, list[int]] = {}  # the unfinished seq_ids of each request
@@ -135,7 +150,13 @@ class Engine:
             kept_blocks=pool.num_kept,
             num_swaps=s.num_swapped_out,
             num_copied_blocks=s.num_copied_blocks,
-            num_expired=self.num_expired,
+            waiting_tokens=s.waiting_tokens,
+            num_refused_requests=s.num_refused["requests"],
+            num_refused_tokens=s.num_refused["prompt tokens"],
+            num_expired_waiting=self.num_expired_waiting,
+            num_expired_running=self.num_expired_running,
+            num_aborted=self.num_aborted,
+            num_finished=self.num_finished,
             prefix_queried_tokens=0 if index is None else index.num_queried_tokens,
             prefix_hit_tokens=0 if index is None else index.num_hit_tokens,
         )
@@ -171,11 +192,7 @@ class Engine:
 
     def has_room(self, request: Request) -> bool:
         """Whether the queue has room for a request now."""
-        try:
-            self.check_room(request)
-        except OverloadedError:
-            return False
-        return True
+        return self.scheduler.has_room(len(request.prompt_token_ids), request.params.n)
 
     def _max_length(self, request: Request) -> int:
         room = self.max_model_len - len(request.prompt_token_ids)
@@ -195,8 +212,8 @@ class Engine:
         seed = self._random.getrandbits(64) if params.seed is None else params.seed % 2**64
         ends = () if params.ignore_eos else self.eos_ids
         now = self.scheduler.clock()
-        timeout = self.config.request_timeout if request.timeout is None else request.timeout
-        queue_timeout = self.config.queue_timeout if request.queue_timeout is None else request.queue_timeout
+        queue_deadline = _earliest(now, request.queue_timeout, self.config.queue_timeout)
+        deadline = _earliest(now, request.timeout, self.config.request_timeout)
         ids = list(range(self._next_seq_id, self._next_seq_id + params.n))
         self._next_seq_id += params.n
         self._requests[request.request_id] = ids
@@ -213,8 +230,8 @@ class Engine:
                 priority=request.priority,
                 tenant=request.tenant,
                 salt=request.cache_salt,
-                queue_deadline=None if queue_timeout is None else now + queue_timeout,
-                deadline=None if timeout is None else now + timeout,
+                queue_deadline=queue_deadline,
+                deadline=deadline,
             )
             for index, seq_id in enumerate(ids)
         ]
@@ -228,7 +245,9 @@ class Engine:
 
         Returns the last delta of each sequence that was under way.
         """
-        return [self._end(self._streams[seq_id]) for seq_id in list(self._requests.get(request_id, ()))]
+        deltas = self._end_all(request_id)
+        self.num_aborted += len(deltas)
+        return deltas
 
     def step(self) -> list[TokenDelta]:
         """Runs one step. Returns what is new, for each sequence that got a token."""
@@ -264,19 +283,26 @@ class Engine:
             stream = self._streams.get(sequence.seq_id)
             if stream is None:  # gone with the first of its request
                 continue
-            self.num_expired += 1
             if never_ran:
-                last = self.abort(stream.request_id)
+                last = self._end_all(stream.request_id)
+                self.num_expired_waiting += len(last)
                 waited = self.scheduler.clock() - sequence.arrival
-                message = f"the request has waited {waited:.1f} s for its turn, and its time is over; try again later"
+                retry = self.scheduler.retry_after()
+                message = (
+                    f"the request has waited {waited:.1f} s for its turn, and its time is over; try again in {retry} s"
+                )
                 for delta in last:
-                    delta.error = OverloadedError(message, self.scheduler.retry_after(), has_waited=True)
+                    delta.error = OverloadedError(message, retry, has_waited=True)
             else:
                 last = [self._end(stream)]
+                self.num_expired_running += 1
             for delta in last:
                 delta.stop_reason = "timeout"
             deltas += last
         return deltas
+
+    def _end_all(self, request_id: str) -> list[TokenDelta]:
+        return [self._end(self._streams[seq_id]) for seq_id in list(self._requests.get(request_id, ()))]
 
     def _end(self, stream: _Stream) -> TokenDelta:
         """The last delta of a sequence that ends before it would."""
@@ -292,6 +318,7 @@ class Engine:
         text, reason, cause = self._text(stream, token)
         if reason is not None:
             self._forget(stream)
+            self.num_finished += 1
         return TokenDelta(
             stream.request_id,
             sequence.index,
@@ -334,3 +361,8 @@ class Engine:
         unfinished.remove(seq_id)
         if not unfinished:
             del self._requests[stream.request_id]
+
+
+def _earliest(now: float, *timeouts: float | None) -> float | None:
+    """When the first of some times is over; None where there is none."""
+    return min((now + seconds for seconds in timeouts if seconds is not None), default=None)

@@ -17,7 +17,8 @@ class Request:
     priority: its class, where the policy asks for one; lower ones go first.
     tenant: whose share it counts to, where the policy is a fair one.
     cache_salt: its prompt shares cached blocks only with prompts of the same salt.
-    queue_timeout, timeout: seconds within which it must have begun, and have finished; None takes the config's.
+    queue_timeout, timeout: seconds within which it must have begun, and have finished. The config's hold too, so they
+        can only be shorter than those; None takes them as they are.
     """
 
     request_id: str

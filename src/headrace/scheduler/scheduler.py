@@ -9,6 +9,7 @@ import time
 from bisect import bisect_left, insort
 from collections.abc import Callable
 from dataclasses import dataclass
+from threading import Lock
 
 from headrace.errors import OverloadedError, RequestError
 from headrace.kvcache.manager import CacheManager
@@ -100,7 +101,9 @@ class Scheduler:
     Neither clock nor cost model need be real: a simulation hands in its own.
 
     clock: seconds from any origin. swap: preempted sequences go to the host's memory, if there is room.
-    running: in order of rank. expired: sequences whose time ran out, since the caller last emptied it; each with
+    running: in order of rank. waiting_tokens: of the prompts of sequences that wait for their first turn.
+    num_refused: requests for which the queue was too full, by what it was full of.
+    expired: sequences whose time ran out, since the caller last emptied it; each with
         whether it was still waiting for its turn.
     """
 
@@ -121,7 +124,9 @@ class Scheduler:
         self.expired: list[tuple[Sequence, bool]] = []
         self.num_preemptions = self.num_swapped_out = self.num_copied_blocks = 0
         self._num_held = 0
-        self._waiting_tokens = 0  # of sequences that wait for their first turn
+        self.num_refused = {"requests": 0, "prompt tokens": 0}
+        self._refusing = Lock()
+        self.waiting_tokens = 0
         self._deadlines: list[tuple[float, int, Sequence]] = []
         self._queue_deadlines: list[tuple[float, int, Sequence]] = []
         self._work = Work()  # of the step planned last
@@ -147,20 +152,33 @@ class Scheduler:
                 "prompt",
             )
 
+    def has_room(self, num_prompt: int, n: int = 1) -> bool:
+        """Whether the queue has room for a request. An empty one takes any."""
+        return self._overflow(num_prompt, n) is None
+
     def check_queue(self, num_prompt: int, n: int = 1) -> None:
-        """Raises OverloadedError if there is no room in the queue for a request. An empty queue takes any."""
+        """Raises OverloadedError if there is no room in the queue for a request. Any thread may call it."""
+        overflow = self._overflow(num_prompt, n)
+        if overflow is not None:
+            what, waiting, limit = overflow
+            with self._refusing:
+                self.num_refused[what] += 1
+            retry = self.retry_after()
+            raise OverloadedError(
+                f"the queue is full: {waiting} {what} wait and the limit is {limit}; try again in {retry} s", retry
+            )
+
+    def _overflow(self, num_prompt: int, n: int) -> tuple[str, int, int] | None:
+        """Of what a request would make the queue too long, how many are there, and the limit; None if it fits."""
         limits = self.limits
-        if not self.num_waiting:
-            return
-        for what, waiting, more, limit in (
-            ("requests", self.num_waiting, n, limits.max_waiting_requests),
-            ("prompt tokens", self._waiting_tokens, num_prompt, limits.max_waiting_tokens),
-        ):
-            if limit is not None and waiting + more > limit:
-                retry = self.retry_after()
-                raise OverloadedError(
-                    f"the queue is full: {waiting} {what} wait and the limit is {limit}; try again in {retry} s", retry
-                )
+        if self.num_waiting:
+            for what, waiting, more, limit in (
+                ("requests", self.num_waiting, n, limits.max_waiting_requests),
+                ("prompt tokens", self.waiting_tokens, num_prompt, limits.max_waiting_tokens),
+            ):
+                if limit is not None and waiting + more > limit:
+                    return what, waiting, limit
+        return None
 
     def add(self, sequence: Sequence, siblings: list[Sequence] | None = None) -> None:
         """Queues the first sequence of a request, and holds its siblings until it has computed their prompt."""
@@ -245,17 +263,17 @@ class Scheduler:
 
     def retry_after(self) -> int:
         """Seconds until the queue may be half as long, by the speed of the last steps."""
-        tokens = self._waiting_tokens + sum(s.num_to_compute for s in self.running)
+        tokens = self.waiting_tokens + sum(s.num_to_compute for s in self.running)
         return max(1, min(600, round(tokens / 2 / self._tokens_per_second))) if self._tokens_per_second else 1
 
     # Who waits
 
     def _queue(self, sequence: Sequence) -> None:
-        self._waiting_tokens += self._tokens_in_queue(sequence)
+        self.waiting_tokens += self._tokens_in_queue(sequence)
         self.waiting.push(sequence)
 
     def _unqueue(self, sequence: Sequence) -> None:
-        self._waiting_tokens -= self._tokens_in_queue(sequence)
+        self.waiting_tokens -= self._tokens_in_queue(sequence)
         self.waiting.remove(sequence)
 
     @staticmethod
@@ -352,7 +370,7 @@ class Scheduler:
     def _start(self, sequence: Sequence, computed: int) -> None:
         """Makes the sequence that is first in the queue, and has got its blocks, one that runs."""
         self.waiting.pop()
-        self._waiting_tokens -= self._tokens_in_queue(sequence)
+        self.waiting_tokens -= self._tokens_in_queue(sequence)
         sequence.status, sequence.leader = Status.RUNNING, None
         insort(self.running, sequence, key=_rank)
         sequence.num_computed = computed

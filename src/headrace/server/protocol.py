@@ -121,6 +121,8 @@ class GenerationBody(Body):
     include_stop_str_in_output: bool | None = None
     logit_bias: dict[str, Any] | None = None  # its values are checked by SamplingParams
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
+    queue_timeout: float | None = None  # seconds within which it must have begun, and
+    timeout: float | None = None  # have finished; the engine checks them
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     user: str | None = None  # the tenant of the fair policy
     safety_identifier: str | None = None  # names a person to a provider that watches for abuse; we do not

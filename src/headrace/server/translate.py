@@ -117,6 +117,8 @@ def checked_requests(
             priority=body.priority or 0,
             tenant=body.user or "",
             cache_salt=body.cache_salt or "",
+            queue_timeout=body.queue_timeout,
+            timeout=body.timeout,
         )
         for index, ids in enumerate(prompts)
     ]
