@@ -12,6 +12,7 @@ from headrace.errors import ConfigError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_CACHE_DTYPES = ("auto", "int8")
+QUANTIZATIONS = (None, "int8", "int4")
 SCHEDULING_POLICIES = ("fcfs", "priority", "fair", "static")
 KV_CACHE_LAYOUTS = ("auto", "paged", "contiguous")
 PREEMPTION_MODES = ("auto", "recompute", "swap")
@@ -26,6 +27,8 @@ class EngineConfig:
         is fetched as a Python package.
     revision: branch, tag or commit, for a model from the hub.
     dtype: of activations and KV cache; "auto" is float32 on a CPU.
+    quantization: code weights in fewer bits while they are loaded: "int8" with a scale for each row, "int4" with one
+        for every 32 columns (embedding and output matrix in 8 bits); weights that are in so few bits already stay.
     max_model_len: longest prompt plus output, in tokens; "auto" takes the model's own limit, or what fits in memory.
     max_num_seqs: most sequences in one step.
     max_num_batched_tokens: most tokens in one step; longer prompts are run in chunks.
@@ -63,6 +66,7 @@ class EngineConfig:
     model: str
     revision: str | None = None
     dtype: str = "auto"
+    quantization: str | None = None
     max_model_len: int | str = "auto"
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
@@ -98,6 +102,7 @@ class EngineConfig:
         if self.revision is not None and not isinstance(self.revision, str):
             raise ConfigError(f"revision must be a string, not {self.revision!r}")
         self._choice("kv_cache_dtype", KV_CACHE_DTYPES)
+        self._choice("quantization", QUANTIZATIONS)
         if self.max_model_len is None:  # as a file or an older program says it
             self.max_model_len = "auto"
         if self.max_model_len != "auto":
@@ -157,9 +162,10 @@ class EngineConfig:
             raise ConfigError("no model given: name a Hugging Face directory, a GGUF file or a hub model")
         return cls(**settings)
 
-    def _choice(self, name: str, choices: tuple[str, ...]) -> None:
+    def _choice(self, name: str, choices: tuple[str | None, ...]) -> None:
         if getattr(self, name) not in choices:
-            raise ConfigError(f"{name} must be one of {', '.join(choices)}, not {getattr(self, name)!r}")
+            known = ", ".join(choice for choice in choices if choice is not None)
+            raise ConfigError(f"{name} must be one of {known}, not {getattr(self, name)!r}")
 
     def _integer(self, name: str, low: int, *, optional: bool = False, other: str = "") -> None:
         value = getattr(self, name)

@@ -49,9 +49,12 @@ class Weight(ABC):
     """A tensor as it is stored: values in some coding, memory-mapped where the format allows it.
 
     shape: the logical shape, `[out_features, in_features]` for a matrix.
+    activation_bits: to how many bits the activations that it meets are to be rounded (`Ops.linear` says how); None
+        where they stay as they are.
     """
 
     shape: tuple[int, ...]
+    activation_bits: int | None = None
 
     @abstractmethod
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -71,6 +74,20 @@ class DenseWeight(Weight):
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return self.data.to(dtype, copy=True)
+
+
+class CodedWeight(Weight):
+    """A matrix in whole numbers."""
+
+    def __init__(self, coded: IntegerWeight, activation_bits: int | None = None) -> None:
+        self.coded, self.activation_bits = coded, activation_bits
+        self.shape = tuple(coded.codes.shape)
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return self.coded.dequantize().to(dtype)
+
+    def integers(self) -> IntegerWeight:
+        return self.coded
 
 
 class Checkpoint(ABC):

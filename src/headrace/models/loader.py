@@ -83,12 +83,19 @@ def load_decoder(checkpoint: Checkpoint, ops: Ops, dtype: torch.dtype) -> Decode
         raise ModelError(f"{checkpoint.path}: {error}") from None
     _check(checkpoint, c)
 
+    def vector(name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """A norm's weight or a bias. One bad value in it spoils every token, so it is looked for right here."""
+        values = checkpoint.read(name).dequantize(dtype)
+        if not torch.isfinite(values).all():
+            raise ModelError(f"{checkpoint.path}: tensor {name!r} holds NaN or infinity: the file is damaged")
+        return values
+
     def norm(name: str) -> RMSNorm:
-        return RMSNorm(ops, checkpoint.read(f"{name}.weight").dequantize() + c.norm_offset, c.norm_eps)
+        return RMSNorm(ops, vector(f"{name}.weight") + c.norm_offset, c.norm_eps)
 
     def linear(prefix: str, *names: str, bias: bool) -> Linear:
         weight = ops.matrix([checkpoint.read(f"{prefix}.{n}.weight") for n in names], dtype)
-        biases = [checkpoint.read(f"{prefix}.{n}.bias").dequantize(dtype) for n in names] if bias else None
+        biases = [vector(f"{prefix}.{n}.bias", dtype) for n in names] if bias else None
         return Linear(ops, weight, torch.cat(biases) if biases else None)
 
     def layer(i: int) -> DecoderLayer:

@@ -42,7 +42,7 @@ class CpuOps(Ops):
         """As the reference, in the order in which oneDNN reads it, where this torch has that: products of few rows, as
         decoding has them, take half the time."""
         matrix = super().matrix(weights, dtype)
-        if HAS_PACKED_LINEAR and dtype == torch.float32:
+        if HAS_PACKED_LINEAR and dtype == torch.float32 and matrix.parts is None:
             matrix.data = torch.ops.mkldnn._reorder_linear_weight(matrix.data, PACKED_FOR_ROWS)
         return matrix
 

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headrace.formats.checkpoint import Weight
+from headrace.formats.checkpoint import IntegerWeight, Weight
 from headrace.ops import sample as sampling
 
 # The most attention scores held at once (64 MB in float32): longer prompts are attended in tiles of their queries.
@@ -38,10 +38,15 @@ KV_SCALE_DTYPE = torch.float32
 
 @dataclass(slots=True)
 class Matrix:
-    """A weight ready for `linear`, or a table for `embedding`; what `data` holds is the backend's own affair."""
+    """A weight ready for `linear`, or a table for `embedding`; what `data` holds is the backend's own affair.
+
+    parts: where activations are rounded for some of the weights, all of them one below the other instead of `data`:
+        those in whole numbers, the others dense.
+    """
 
     shape: tuple[int, int]
     data: Tensor
+    parts: list[IntegerWeight | Tensor] | None = None
 
 
 @dataclass(slots=True)
@@ -91,6 +96,10 @@ class Ops:
         Matrices that see the same input (query, key and value; gate and up) are joined so that they take one product.
         dtype: that of the activations it will meet.
         """
+        if any(w.activation_bits for w in weights):
+            rows, columns = sum(w.shape[0] for w in weights), weights[0].shape[1]
+            parts = [w.integers() if w.activation_bits else w.dequantize(dtype) for w in weights]
+            return Matrix((rows, columns), torch.empty(0, columns), [part for part in parts if part is not None])
         dense = [w.dequantize(dtype) for w in weights]
         data = dense[0] if len(dense) == 1 else torch.cat(dense)
         return Matrix((data.shape[0], data.shape[1]), data)
@@ -148,8 +157,16 @@ class Ops:
         return (x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps) * weight).to(x.dtype)
 
     def linear(self, x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
-        """x @ weightᵀ + bias. x: `[T, in]`; bias: `[out]` in x's dtype. Returns `[T, out]`."""
-        return F.linear(x, weight.data, bias)
+        """x @ weightᵀ + bias. x: `[T, in]`; bias: `[out]` in x's dtype. Returns `[T, out]`.
+
+        For a weight with `activation_bits` each token's activations are rounded first; see `integer_linear`.
+        """
+        if weight.parts is None:
+            return F.linear(x, weight.data, bias)
+        y = torch.cat(
+            [integer_linear(x, p) if isinstance(p, IntegerWeight) else F.linear(x, p) for p in weight.parts], 1
+        )
+        return y if bias is None else y + bias
 
     def rotary_angles(self, positions: Tensor, inv_freq: Tensor, scale: float = 1.0) -> tuple[Tensor, Tensor]:
         """Cosines and sines of position x frequency, each times `scale` (YaRN's attention factor).
@@ -290,6 +307,33 @@ class Ops:
     def logprobs(self, logits: Tensor, token_ids: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor]:
         """Log-probabilities of the given tokens and of the `top` best; see `headrace.ops.sample.logprobs`."""
         return sampling.logprobs(logits, token_ids, top)
+
+
+# Whole numbers below 2^24 add up exactly in float32: so many products of an int8 and a uint8 do.
+EXACT_COLUMNS = 512
+
+
+def integer_linear(x: Tensor, weight: IntegerWeight) -> Tensor:
+    """x @ weightᵀ in whole numbers, without a bias, both sides coded (W8A8, W4A8).
+
+    Each row of x becomes int8 codes with a scale of its own, max|x| / 127, as `Ops.store_kv` has it. For each group of
+    columns the sum of code * code is exact, becomes a float32 and is multiplied by the weight's scale; where there are
+    minimums, sum of x's codes * minimum is added. The groups are added in order, and the row's scale comes last.
+    x: `[T, in]`. Returns `[T, out]` in x's dtype.
+    """
+    codes, row_scales = _to_int8(x if weight.order is None else x[:, weight.order])
+    y = torch.zeros(len(x), len(weight.codes))
+    columns = weight.codes.shape[1]
+    for group, start in enumerate(range(0, columns, weight.group_size)):
+        end = min(start + weight.group_size, columns)
+        exact = torch.zeros(y.shape, dtype=torch.float64)
+        for first in range(start, end, EXACT_COLUMNS):
+            part = slice(first, min(first + EXACT_COLUMNS, end))
+            exact += codes[:, part].float() @ weight.codes[:, part].float().T
+        y += exact.float() * weight.scales[:, group]
+        if weight.minimums is not None:
+            y += codes[:, start:end].sum(1, keepdim=True).float() * weight.minimums[:, group]
+    return (y * row_scales[:, None]).to(x.dtype)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

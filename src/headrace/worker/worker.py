@@ -10,6 +10,7 @@ from headrace.formats.checkpoint import Checkpoint
 from headrace.models.loader import load_decoder
 from headrace.ops import create_ops
 from headrace.ops.reference import KVCache, RaggedBatch
+from headrace.quantize.on_load import QuantizedOnLoad
 from headrace.sampling.sampler import prompt_logprobs, sample_tokens
 from headrace.worker.cache_size import size_cache
 from headrace.worker.memory import available_memory
@@ -31,6 +32,8 @@ class Worker:
             torch.set_num_threads(config.threads)
         self.ops = create_ops(config.backend)
         dtype = DTYPES[config.dtype]
+        if config.quantization is not None:
+            checkpoint = QuantizedOnLoad(checkpoint, config.quantization)
         with torch.inference_mode():
             self.decoder = load_decoder(checkpoint, self.ops, dtype)
             kv_dtype = torch.int8 if config.kv_cache_dtype == "int8" else dtype
