@@ -10,9 +10,17 @@ Floats = NDArray[np.float64]
 
 
 def exact_distribution(
-    logits: Floats, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
+    logits: Floats,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    xtc_threshold: float = 1.0,
 ) -> Floats:
-    """The distribution [V] that is to be drawn from, in float64; a filtered token has exactly 0."""
+    """The distribution [V] that is to be drawn from, in float64; a filtered token has exactly 0.
+
+    xtc_threshold: of XTC where it applies for certain.
+    """
     scaled = logits / temperature
     p = np.exp(scaled - scaled.max())
     if top_k:
@@ -23,6 +31,9 @@ def exact_distribution(
         p[p < falling[min(np.searchsorted(falling.cumsum(), top_p), len(p) - 1)]] = 0
         p /= p.sum()
     p[p < min_p * p.max()] = 0
+    p /= p.sum()
+    if (p >= xtc_threshold).any():
+        p[p > p[p >= xtc_threshold].min()] = 0
     return p / p.sum()
 
 

@@ -10,6 +10,9 @@ from hypothesis import strategies as st
 
 from headrace.errors import RequestError
 from headrace.sampling.params import (
+    MAX_ALLOWED_TOKEN_IDS,
+    MAX_BAD_WORD_LENGTH,
+    MAX_BAD_WORDS,
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
     MAX_N,
@@ -41,6 +44,10 @@ GOOD = [
     {"logprobs": 0, "prompt_logprobs": MAX_LOGPROBS},
     {"logit_bias": {}},
     {"logit_bias": {0: -100, 5: 100.0, 7: 0.5}},
+    {"presence_penalty": -2, "frequency_penalty": 2.0, "repetition_penalty": 0.01},
+    {"repetition_penalty": 100, "bad_words": [], "allowed_token_ids": [0]},
+    {"xtc_probability": 1, "xtc_threshold": 0.5, "dry_multiplier": 0.8, "dry_sequence_breakers": []},
+    {"dry_base": 1, "dry_allowed_length": 256, "bad_words": ["damn", " it"]},
     {"ignore_eos": True, "include_stop_str_in_output": True, "skip_special_tokens": False},
 ]
 
@@ -50,6 +57,15 @@ BAD = {
     "top_k": [-2, -HUGE, 1.5, 5.0, True, None, "5", [], NAN],
     "top_p": [0, 0.0, -0.0, -0.5, 1.01, NAN, math.inf, HUGE, True, None, "1", {}],
     "min_p": [-0.1, 1.5, NAN, HUGE, False, None, "0"],
+    "xtc_probability": [-0.1, 1.1, NAN, True, None, "0"],
+    "xtc_threshold": [-0.1, 1.1, NAN, True, None, "0"],
+    "presence_penalty": [-2.1, 2.000001, NAN, math.inf, HUGE, True, None, "0"],
+    "frequency_penalty": [-2.1, 2.000001, NAN, -math.inf, True, None, []],
+    "repetition_penalty": [0, -1, 0.001, 100.5, NAN, math.inf, 1e308, True, None],
+    "dry_multiplier": [-1, 101, NAN, True, None],
+    "dry_base": [0, 0.99, 101, NAN, True, None],
+    "dry_allowed_length": [0, -1, 257, 2.0, True, None],
+    "dry_sequence_breakers": [5, "a", [""], [1], ["a"] * 65, ["x" * 65], ["\ud800"]],
     "seed": [2**63, -(2**63) - 1, HUGE, 1.0, True, "1", NAN],
     "max_tokens": [0, -5, 1.0, True, "16", NAN],
     "min_tokens": [-1, 17, HUGE, 0.0, None, True, "1"],
@@ -61,6 +77,8 @@ BAD = {
         *[5, 0, True, "12", "", [-1], ["2"], [1.0], [True], [None], {1: 2}, [-HUGE], [NAN], [[1]]],
         [1] * (MAX_STOP_TOKEN_IDS + 1),
     ],
+    "allowed_token_ids": [5, "", [], [-1], ["2"], [True], [1.0], {1: 2}, [1] * (MAX_ALLOWED_TOKEN_IDS + 1)],
+    "bad_words": [5, "word", [""], [None], ["a"] * (MAX_BAD_WORDS + 1), ["x" * (MAX_BAD_WORD_LENGTH + 1)], ["\udfff"]],
     "include_stop_str_in_output": [1, 0, "true", None],
     "ignore_eos": [1, None, "false", np.True_],
     "skip_special_tokens": [0, None, []],

@@ -36,8 +36,9 @@ def test_the_oracle_gives_the_published_numbers():
 @pytest.mark.parametrize("index", [0, 1, 127, ALL_ONES])
 @pytest.mark.parametrize("position", [0, 1, 77, 131_071, ALL_ONES])
 def test_it_is_philox(seed, index, position):
-    word = philox4x64([position, 0, 0, 0], [seed, index])[0]
-    assert uniform(seed, index, position) == (word >> 11) / 2**53
+    for stream in (0, 1, ALL_ONES):
+        word = philox4x64([position, stream, 0, 0], [seed, index])[0]
+        assert uniform(seed, index, position, stream) == (word >> 11) / 2**53
 
 
 def test_numpy_gives_the_same():

@@ -15,6 +15,7 @@ from headrace.kvcache.block_pool import BlockPool
 from headrace.kvcache.manager import CacheManager
 from headrace.kvcache.prefix_index import PrefixIndex
 from headrace.sampling.params import SampledToken
+from headrace.sampling.words import history_of
 from headrace.scheduler.policies import FairShare, FirstComeFirstServed, Priority
 from headrace.scheduler.scheduler import Limits, Scheduler
 from headrace.scheduler.sequence import Sequence, Status
@@ -172,7 +173,12 @@ class Engine:
                 "of which at least one is for the output",
                 "prompt",
             )
-        groups = (("prompt", prompt), ("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias))
+        groups = (
+            ("prompt", prompt),
+            ("stop_token_ids", params.stop_token_ids),
+            ("logit_bias", params.logit_bias),
+            ("allowed_token_ids", params.allowed_token_ids),
+        )
         for name, ids in groups:
             for token in ids or ():
                 if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < self.vocab_size:
@@ -232,6 +238,7 @@ class Engine:
                 salt=request.cache_salt,
                 queue_deadline=queue_deadline,
                 deadline=deadline,
+                history=history_of(params, self.tokenizer, len(prompt)) if params.has_penalties else None,
             )
             for index, seq_id in enumerate(ids)
         ]

@@ -299,10 +299,17 @@ class Ops:
     # The end of a step
 
     def sample(
-        self, logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniform: Tensor
+        self,
+        logits: Tensor,
+        temperature: Tensor,
+        top_k: Tensor,
+        top_p: Tensor,
+        min_p: Tensor,
+        uniform: Tensor,
+        xtc_threshold: Tensor | None = None,
     ) -> Tensor:
         """Draws one token per row; see `headrace.ops.sample.sample`. logits: float32 `[N, V]`. Returns int64 `[N]`."""
-        return sampling.sample(logits, temperature, top_k, top_p, min_p, uniform)
+        return sampling.sample(logits, temperature, top_k, top_p, min_p, uniform, xtc_threshold)
 
     def logprobs(self, logits: Tensor, token_ids: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor]:
         """Log-probabilities of the given tokens and of the `top` best; see `headrace.ops.sample.logprobs`."""

@@ -16,11 +16,19 @@ SMALLEST_TEMPERATURE = torch.finfo(torch.float32).tiny
 TILE = 1 << 16
 
 
-def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniform: Tensor) -> Tensor:
+def sample(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    uniform: Tensor,
+    xtc_threshold: Tensor | None = None,
+) -> Tensor:
     """Draws one token per row.
 
     A row whose temperature is 0 takes its largest logit, the lowest id where several are equal. Any other row is
-    filtered in the order temperature, top_k, top_p, min_p, each filter acting on what the one before has left, and
+    filtered in the order temperature, top_k, top_p, min_p, XTC, each filter acting on what the one before has left, and
     then drawn from by inverting the cumulative distribution over the kept tokens in order of their ids: the token is
     the first whose cumulative probability exceeds `uniform`. A filtered token is never drawn.
 
@@ -35,6 +43,9 @@ def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, mi
         min_p: [N] float, 0 to 1. Keeps the tokens that are at least this many times as likely as the most likely one
             (Nguyen et al. 2024); 0 keeps all.
         uniform: [N] float64, in [0, 1).
+        xtc_threshold: [N] float, above 0. Of the tokens with at least this probability only the least likely is kept,
+            and all as likely as it (https://github.com/oobabooga/text-generation-webui/pull/6335, where a toss decides
+            whether to do so; that is the caller's); above 1 keeps all, as None does for all rows.
         Tokens exactly as likely as the last one that top_k or top_p keeps are kept too.
 
     Returns:
@@ -47,13 +58,21 @@ def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, mi
     drawn = ((temperature >= SMALLEST_TEMPERATURE) & best.isfinite()).nonzero().squeeze(-1)
     for rows in torch.split(drawn, max(1, TILE // logits.shape[1])):
         if len(rows):
-            settings = (x[rows, None] for x in (best, temperature, top_k, top_p, min_p, uniform))
-            tokens[rows] = _draw(logits.index_select(0, rows), *settings)
+            settings = [x[rows, None] for x in (best, temperature, top_k, top_p, min_p, uniform)]
+            xtc = None if xtc_threshold is None else xtc_threshold[rows, None]
+            tokens[rows] = _draw(logits.index_select(0, rows), xtc, *settings)
     return tokens
 
 
 def _draw(
-    logits: Tensor, best: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniform: Tensor
+    logits: Tensor,
+    xtc_threshold: Tensor | None,
+    best: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    uniform: Tensor,
 ) -> Tensor:
     """One draw from each row of `logits` [n, V], with settings [n, 1]; `best` is each row's largest logit, finite."""
     top_k = top_k.where(top_k < logits.shape[1], 0)
@@ -72,6 +91,8 @@ def _draw(
         _keep(shares, shares, _least_of_nucleus(shares, top_p))
     if min_p.any():
         _keep(shares, shares, min_p.float())
+    if xtc_threshold is not None and (xtc_threshold <= 1).any():
+        _exclude_top_choices(shares, xtc_threshold)
     # In float64 `uniform * total` is below the total for every uniform below 1, so that a token is always found; and
     # the sum exceeds it for the first time at a token whose share is not 0.
     cumulative = shares.cumsum(-1, dtype=torch.float64)
@@ -82,6 +103,13 @@ def _draw(
 def _keep(shares: Tensor, values: Tensor, least: Tensor) -> None:
     """Sets to 0 all of `shares` [n, V] whose `values` [n, V] are below `least` [n, 1]."""
     shares.mul_(torch.ge(values, least, out=torch.empty_like(shares)))  # on a CPU booleans are several times slower
+
+
+def _exclude_top_choices(shares: Tensor, threshold: Tensor) -> None:
+    """Sets to 0 all of `shares` [n, V] whose probability is above the least that reaches `threshold` [n, 1]."""
+    total = shares.cumsum(-1, dtype=torch.float64)[:, -1:]  # sum() would add in an order of its own
+    reaching = torch.where(shares >= threshold * total, shares, math.inf)
+    shares.mul_(shares <= reaching.amin(-1, keepdim=True))
 
 
 def _least_of_nucleus(shares: Tensor, top_p: Tensor) -> Tensor:

@@ -1,9 +1,14 @@
 """What a user may ask of sampling, under vLLM's names, and what the worker needs of it for one token."""
 
 import reprlib
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
+
 from headrace.errors import RequestError
+from headrace.sampling.history import MAX_REPETITION, History
 
 MAX_N = 128
 MAX_STOP_STRINGS = 16
@@ -11,6 +16,12 @@ MAX_STOP_LENGTH = 1024
 MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
+MAX_BAD_WORDS = 256
+MAX_BAD_WORD_LENGTH = 256
+MAX_ALLOWED_TOKEN_IDS = 2**19
+MAX_DRY_BREAKERS = 64
+MAX_DRY_BREAKER_LENGTH = 64
+DRY_SEQUENCE_BREAKERS = ("\n", ":", '"', "*")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +33,16 @@ class SamplingParams:
     top_k: keep the k most likely tokens, and all as likely as the last of them; 0 or -1 keeps all.
     top_p: keep the fewest most likely tokens that hold this much probability, and all as likely as the last of them.
     min_p: keep tokens whose probability is at least this share of the most likely one's.
+    xtc_probability, xtc_threshold: with this probability, of the tokens at least as likely as the threshold only the
+        least likely stays, if there are several ("exclude top choices"). A threshold above 0.5 changes nothing.
+    presence_penalty: subtracted from the logits of tokens that the output holds already; -2 to 2.
+    frequency_penalty: subtracted as many times as the output holds the token; -2 to 2.
+    repetition_penalty: positive logits of tokens that the prompt or the output holds are divided by it, negative ones
+        multiplied; 1 changes nothing.
+    dry_multiplier, dry_base, dry_allowed_length, dry_sequence_breakers: a token that would lengthen a repetition of n
+        tokens (in prompt and output) loses dry_multiplier * dry_base ** (n - dry_allowed_length), if n is at least
+        dry_allowed_length. A repetition does not reach across a breaker: the last token of one of these strings.
+        dry_multiplier 0 changes nothing ("don't repeat yourself").
     seed: makes the draws repeatable; without one each request draws its own.
     max_tokens: the most tokens to generate; None means up to the end of the context.
     min_tokens: no end-of-sequence or stop token is drawn before so many tokens are there.
@@ -33,9 +54,14 @@ class SamplingParams:
     logprobs: report the logprob of each token and of this many most likely alternatives.
     prompt_logprobs: the same for the tokens of the prompt.
     logit_bias: added to the logits of the given token ids, -100 to 100.
+    allowed_token_ids: no other tokens are drawn.
+    bad_words: texts that the output may not hold: the last token of such a word is not drawn after the others, as it is
+        tokenized at the beginning of a text and after a space.
     skip_special_tokens: leave special tokens out of the text.
 
-    Filters apply in the order temperature, top_k, top_p, min_p, each to what the one before has left.
+    Logits change in the order of vLLM: allowed_token_ids, bad_words, min_tokens, logit_bias, repetition_penalty,
+    frequency_penalty, presence_penalty; then DRY. Filters follow in the order temperature, top_k, top_p, min_p, XTC,
+    each applied to what the one before has left. Temperature 0 needs no filter.
     Raises RequestError, naming the field, for a value out of range or of the wrong type.
     """
 
@@ -44,6 +70,15 @@ class SamplingParams:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    dry_multiplier: float = 0.0
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2
+    dry_sequence_breakers: list[str] | None = None
     seed: int | None = None
     max_tokens: int | None = 16
     min_tokens: int = 0
@@ -54,6 +89,8 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
@@ -63,7 +100,14 @@ class SamplingParams:
         self._number("top_p", 0.0, 1.0)
         if self.top_p == 0:
             raise RequestError("top_p must be above 0 and at most 1, not 0", "top_p")
-        self._number("min_p", 0.0, 1.0)
+        for name in ("min_p", "xtc_probability", "xtc_threshold"):
+            self._number(name, 0.0, 1.0)
+        self._number("presence_penalty", -2.0, 2.0)
+        self._number("frequency_penalty", -2.0, 2.0)
+        self._number("repetition_penalty", 0.01, 100.0)
+        self._number("dry_multiplier", 0.0, 100.0)
+        self._number("dry_base", 1.0, 100.0)
+        self._integer("dry_allowed_length", 1, MAX_REPETITION)
         if self.seed is not None:
             self._integer("seed", -(2**63), 2**63 - 1)
         if self.max_tokens is not None:
@@ -79,6 +123,23 @@ class SamplingParams:
                 raise RequestError(f"{name} must be true or false, not {_shown(getattr(self, name))}", name)
         self._check_stops()
         self._check_logit_bias()
+        self._strings("bad_words", MAX_BAD_WORDS, MAX_BAD_WORD_LENGTH)
+        self._strings("dry_sequence_breakers", MAX_DRY_BREAKERS, MAX_DRY_BREAKER_LENGTH)
+        self._token_ids("stop_token_ids", MAX_STOP_TOKEN_IDS)
+        self._token_ids("allowed_token_ids", MAX_ALLOWED_TOKEN_IDS)
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise RequestError("allowed_token_ids must not be empty: leave it out to allow all", "allowed_token_ids")
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether what is drawn depends on the tokens before it, other than through the model."""
+        return bool(
+            self.presence_penalty
+            or self.frequency_penalty
+            or self.repetition_penalty != 1
+            or self.dry_multiplier
+            or self.bad_words
+        )
 
     @property
     def stop_strings(self) -> list[str]:
@@ -114,18 +175,32 @@ class SamplingParams:
                 raise RequestError(
                     f"each stop must be a string of 1 to {MAX_STOP_LENGTH} characters, not {_shown(stop)}", "stop"
                 )
-        tokens = self.stop_token_ids
+
+    def _strings(self, name: str, most: int, longest: int) -> None:
+        strings = getattr(self, name)
+        if strings is None:
+            return
+        if not isinstance(strings, list | tuple):
+            raise RequestError(f"{name} must be a list of strings, not {_shown(strings)}", name)
+        if len(strings) > most:
+            raise RequestError(f"{name} takes at most {most} strings, not {len(strings)}", name)
+        for string in strings:
+            if not isinstance(string, str) or not string or len(string) > longest or not _is_unicode(string):
+                raise RequestError(
+                    f"{name} must be strings of 1 to {longest} characters each, not {_shown(string)}", name
+                )
+
+    def _token_ids(self, name: str, most: int) -> None:
+        tokens = getattr(self, name)
         if tokens is None:
             return
         if not isinstance(tokens, list | tuple):
-            raise RequestError(f"stop_token_ids must be a list of token ids, not {_shown(tokens)}", "stop_token_ids")
-        if len(tokens) > MAX_STOP_TOKEN_IDS:
-            raise RequestError(
-                f"stop_token_ids takes at most {MAX_STOP_TOKEN_IDS} tokens, not {len(tokens)}", "stop_token_ids"
-            )
+            raise RequestError(f"{name} must be a list of token ids, not {_shown(tokens)}", name)
+        if len(tokens) > most:
+            raise RequestError(f"{name} takes at most {most} tokens, not {len(tokens)}", name)
         for token in tokens:
             if not _is_integer(token) or token < 0:
-                raise RequestError(f"stop_token_ids must be token ids, not {_shown(token)}", "stop_token_ids")
+                raise RequestError(f"{name} must be token ids, not {_shown(token)}", name)
 
     def _check_logit_bias(self) -> None:
         bias = self.logit_bias
@@ -144,6 +219,10 @@ class SamplingParams:
 
 def _is_integer(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_unicode(text: str) -> bool:
+    return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def _is_number(value: object) -> bool:
@@ -166,6 +245,10 @@ class SampleRequest:
     index: which of the request's `n` sequences.
     position: of the token to be drawn in its sequence, the prompt counted.
     forbidden: token ids that may not be drawn yet (end-of-sequence and stop tokens before `min_tokens`).
+    history: the tokens so far, where `params.has_penalties`.
+    mask: the tokens that a grammar allows next, as it is being computed: int32 `[ceil(V / 32)]`, the lowest bit of the
+        first word for token 0. There is at least one. It stands above all that else forbids tokens: where nothing else
+        is left, it alone counts.
     """
 
     params: SamplingParams
@@ -173,6 +256,8 @@ class SampleRequest:
     index: int
     position: int
     forbidden: tuple[int, ...] = ()
+    history: History | None = None
+    mask: Future[NDArray[np.int32]] | None = None
 
 
 @dataclass(slots=True)

@@ -3,21 +3,22 @@
 MASK = 2**64 - 1
 
 
-def uniform(seed: int, index: int, position: int) -> float:
+def uniform(seed: int, index: int, position: int, stream: int = 0) -> float:
     """The uniform random number in [0, 1), of 53 bits, for one draw of one sequence.
 
     The same arguments give the same number always and everywhere. Numbers of different arguments are independent as
-    far as any known test can tell: this is Philox4x64-10 with key (seed, index) and counter (position, 0, 0, 0), of
-    which the first word is used (Salmon, Moraes, Dror & Shaw, "Parallel random numbers: as easy as 1, 2, 3", 2011).
+    far as any known test can tell: this is Philox4x64-10 with key (seed, index) and counter (position, stream, 0, 0),
+    of which the first word is used (Salmon, Moraes, Dror & Shaw, "Parallel random numbers: as easy as 1, 2, 3", 2011).
 
     Args:
         seed: of the request; taken modulo 2**64.
         index: which of the request's sequences; 0 to 2**64 - 1.
         position: of the token to be drawn in its sequence; 0 to 2**64 - 1.
+        stream: tells apart the numbers that one draw needs; 0 to 2**64 - 1.
     """
     # In plain Python: NumPy has the same generator, but building one for a single number takes three times as long.
     key0, key1 = seed & MASK, index
-    word0, word1, word2, word3 = position, 0, 0, 0
+    word0, word1, word2, word3 = position, stream, 0, 0
     for _ in range(10):
         product0 = word0 * 0xD2E7470EE14C6C93
         product2 = word2 * 0xCA5A826395121157

@@ -1,37 +1,41 @@
 """One step's sampling: a row of logits and a request in, a token (and its logprobs, where asked for) out."""
 
-import math
-
 import torch
 from torch import Tensor
 
 from headrace.ops.reference import Ops
+from headrace.sampling.adjust import adjusted
 from headrace.sampling.params import SampledToken, SampleRequest, TokenLogprob
 from headrace.sampling.random import uniform
+
+XTC_STREAM = 1  # of random numbers: whether to apply XTC must not depend on what is drawn
+XTC_OFF = 2.0  # no probability reaches it
 
 
 def sample_tokens(ops: Ops, logits: Tensor, requests: list[SampleRequest]) -> list[SampledToken]:
     """Draws a token for each request from its row of `logits` [N, V] float32, which stay as they are.
 
-    Logprobs are those of the model itself: before bias, forbidden tokens, temperature and filters. If all tokens are
-    forbidden, or have no finite logit, token 0 comes out.
+    Logprobs are those of the model itself: before penalties, bias, forbidden tokens, temperature and filters. If all
+    tokens are forbidden, or have no finite logit, token 0 comes out; but never what `allowed_token_ids` or a mask bars.
     """
     if not requests:
         return []
     vocabulary = logits.shape[1]
     params = [r.params for r in requests]
     draws = [uniform(r.seed, r.index, r.position) if r.params.temperature else 0.0 for r in requests]
+    excluding = [_xtc_threshold(r) for r in requests]
 
     def column(values: list[float] | list[int], dtype: torch.dtype = torch.float64) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=logits.device)
 
     tokens = ops.sample(
-        _adjusted(logits, requests),
+        adjusted(logits, requests),
         column([p.temperature for p in params]),
         column([min(max(p.top_k, 0), vocabulary) for p in params], torch.int64),
         column([p.top_p for p in params]),
         column([p.min_p for p in params]),
         column(draws),
+        column(excluding) if min(excluding) < XTC_OFF else None,
     )
     sampled = [SampledToken(token) for token in tokens.tolist()]
     rows = [row for row, p in enumerate(params) if p.logprobs is not None]
@@ -56,19 +60,10 @@ def _report(ops: Ops, logits: Tensor, token_ids: Tensor, top: int) -> list[Token
     return [TokenLogprob(token, value, list(zip(ids, values, strict=True))) for token, value, ids, values in rows]
 
 
-def _adjusted(logits: Tensor, requests: list[SampleRequest]) -> Tensor:
-    """`logits` with the requests' biases added and their forbidden tokens at -inf: a copy, if there are any."""
-    changes = [
-        (row, token, amount)
-        for row, request in enumerate(requests)
-        for token, amount in [
-            *(request.params.logit_bias or {}).items(),
-            *((token, -math.inf) for token in request.forbidden),
-        ]
-    ]
-    if not changes:
-        return logits
-    rows, tokens, amounts = zip(*changes, strict=True)
-    amount = torch.tensor(amounts, dtype=logits.dtype, device=logits.device)
-    places = torch.tensor(rows, device=logits.device), torch.tensor(tokens, device=logits.device)
-    return logits.index_put(places, amount, accumulate=True)
+def _xtc_threshold(request: SampleRequest) -> float:
+    """The threshold where this draw is one of those to which XTC applies."""
+    p = request.params
+    if not p.xtc_probability or not p.xtc_threshold or p.xtc_threshold > 0.5 or not p.temperature:
+        return XTC_OFF
+    toss = uniform(request.seed, request.index, request.position, XTC_STREAM)
+    return p.xtc_threshold if toss < p.xtc_probability else XTC_OFF

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from headrace.kvcache.manager import BlockTable
+from headrace.sampling.history import History
 from headrace.sampling.params import SampleRequest, SamplingParams, TokenLogprob
 
 
@@ -32,6 +33,7 @@ class Sequence:
     num_computed: how many of its tokens have keys and values in the cache. All of them but the last, once it decodes;
         none after a preemption by recompute.
     num_cached: how many tokens of its prompt were in the cache when it was first admitted; None before that.
+    history: its tokens as penalties need them, where it has any.
     prompt_logprobs: what has been reported of the prompt so far, where asked for; None for the first token.
     """
 
@@ -56,6 +58,7 @@ class Sequence:
     table: BlockTable = field(default_factory=BlockTable)
     num_computed: int = 0
     num_cached: int | None = None
+    history: History | None = None
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
 
     @property
@@ -75,4 +78,6 @@ class Sequence:
         """How to draw its next token."""
         minimum = self.params.min_tokens
         forbidden = self.stop_ids if minimum and self.num_output < minimum else ()
-        return SampleRequest(self.params, self.seed, self.index, len(self.token_ids), forbidden)
+        if self.history is not None:
+            self.history.update(self.token_ids)
+        return SampleRequest(self.params, self.seed, self.index, len(self.token_ids), forbidden, self.history)

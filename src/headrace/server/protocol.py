@@ -86,11 +86,6 @@ class GenerationBody(Body):
     """
 
     not_yet: ClassVar[Neutral] = {
-        "frequency_penalty": (None, 0),
-        "presence_penalty": (None, 0),
-        "repetition_penalty": (None, 1),
-        "bad_words": (None, []),
-        "allowed_token_ids": (None,),
         "prompt_logprobs": (None,),
         "structured_outputs": (None,),
         "guided_json": (None,),
@@ -112,6 +107,15 @@ class GenerationBody(Body):
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
+    xtc_probability: float | None = None
+    xtc_threshold: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    dry_multiplier: float | None = None
+    dry_base: float | None = None
+    dry_allowed_length: int | None = None
+    dry_sequence_breakers: Annotated[list[str], Field(fail_fast=True)] | None = None
     seed: int | None = None
     stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
     stop_token_ids: Annotated[list[int], Field(fail_fast=True)] | None = None
@@ -120,6 +124,8 @@ class GenerationBody(Body):
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     logit_bias: dict[str, Any] | None = None  # its values are checked by SamplingParams
+    allowed_token_ids: Annotated[list[int], Field(fail_fast=True)] | None = None
+    bad_words: Annotated[list[str], Field(fail_fast=True)] | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     queue_timeout: float | None = None  # seconds within which it must have begun, and
     timeout: float | None = None  # have finished; the engine checks them
