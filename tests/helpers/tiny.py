@@ -7,7 +7,7 @@ Nothing here imports Headrace: files are written with the libraries of others, a
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -336,8 +336,12 @@ def t0_numpy_logits(
     ids: list[int],
     *,
     freq_factors: list[float] | None = None,
+    rounded: Collection[str] = (),
 ) -> np.ndarray:
-    """Logits `[len(ids), vocab]` in float64 of a Llama (or Qwen2, if there are biases); tied if there is no lm_head."""
+    """Logits `[len(ids), vocab]` in float64 of a Llama (or Qwen2, if there are biases); tied if there is no lm_head.
+
+    rounded: linear layers whose inputs are rounded to int8, each token's by max|x| / 127.
+    """
     w = {name: value.astype(np.float64) for name, value in weights.items()}
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     head_dim = config.get("head_dim", config["hidden_size"] // heads)
@@ -350,6 +354,9 @@ def t0_numpy_logits(
         return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + config["rms_norm_eps"]) * w[name + ".weight"]
 
     def linear(x: np.ndarray, name: str) -> np.ndarray:
+        if name in rounded:
+            step = np.abs(x).max(-1, keepdims=True) / 127
+            x = step * np.rint(x / step)
         return x @ w[name + ".weight"].T + w.get(name + ".bias", 0.0)
 
     def rotate(x: np.ndarray) -> np.ndarray:

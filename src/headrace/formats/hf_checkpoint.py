@@ -6,9 +6,11 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from headrace.errors import ModelError
-from headrace.formats.checkpoint import Checkpoint, DenseWeight
+from headrace.formats import awq, compressed_tensors, gptq
+from headrace.formats.checkpoint import Checkpoint, DenseWeight, Weight
 from headrace.formats.files import name_list, quoted, read_json_object
 from headrace.formats.hf_tokenizer import load_tokenizer
+from headrace.formats.quantized import StoredMatrix, StoredTensors
 from headrace.formats.safetensors import FLOAT_DTYPES, INTEGER_DTYPES, SafetensorsFile
 from headrace.formats.tokenizer import Tokenizer
 
@@ -16,6 +18,13 @@ CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+QUANTIZATION = "quantize_config.json"  # of older GPTQ checkpoints
+
+QUANTIZED = {
+    "gptq": gptq.find_matrices,
+    "awq": awq.find_matrices,
+    "compressed-tensors": compressed_tensors.find_matrices,
+}
 
 MAX_CONFIG_BYTES = 16 * 2**20
 MAX_INDEX_BYTES = 64 * 2**20
@@ -24,8 +33,9 @@ logger = logging.getLogger(__name__)
 
 
 class HFCheckpoint(Checkpoint):
-    """A model directory, checked when opened: every header is read, and no tensor's data.
+    """A model directory, checked when opened: every header is read, and no tensor's data but small ones.
 
+    Where matrices are quantized (GPTQ, AWQ, compressed-tensors), each is one weight here.
     Where there is an index, the files that it names are the weights and any other safetensors file is left alone.
     `generation_config["eos_token_id"]` is always there: generation_config.json's ids, else config.json's, else none.
     Raises ModelError, naming the file and the fault.
@@ -35,15 +45,19 @@ class HFCheckpoint(Checkpoint):
         self.path = Path(directory)
         _check_is_model(self.path)
         self.config = read_json_object(self.path / CONFIG, MAX_CONFIG_BYTES)
-        _reject_quantized(self.path / CONFIG, self.config)
         self.generation_config = _generation_config(self.path, self.config)
         sources = _from_index(self.path) if (self.path / INDEX).exists() else _from_one_file(self.path)
-        self._sources = _only_floats(self.path, sources)
+        self._matrices = _quantized_matrices(self.path, self.config, sources)
+        parts = {tensor for matrix in self._matrices.values() for tensor in matrix.tensors}
+        self._sources = _only_floats(self.path, {n: file for n, file in sources.items() if n not in parts})
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: file.tensors[name].shape for name, file in self._sources.items()}
+        dense = {name: file.tensors[name].shape for name, file in self._sources.items()}
+        return dense | {name: matrix.shape for name, matrix in self._matrices.items()}
 
-    def read(self, name: str) -> DenseWeight:
+    def read(self, name: str) -> Weight:
+        if name in self._matrices:
+            return self._matrices[name].read()
         if name not in self._sources:
             raise ModelError(f"{self.path}: has no tensor {quoted(name)}")
         return DenseWeight(self._sources[name].read(name))
@@ -74,14 +88,26 @@ def _check_is_model(directory: Path) -> None:
     raise ModelError(f"{directory}: has no weights: neither {WEIGHTS} nor {INDEX} is there")
 
 
-def _reject_quantized(path: Path, config: dict[str, Any]) -> None:
-    quantization = config.get("quantization_config") or config.get("compression_config")
-    if quantization:
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-        raise ModelError(
-            f"{path}: quantized checkpoints of method {quoted(method or 'unknown')} are not supported yet: "
-            f"use the unquantized model, or a GGUF file"
+def _quantized_matrices(
+    directory: Path, config: dict[str, Any], sources: dict[str, SafetensorsFile]
+) -> dict[str, StoredMatrix]:
+    """The matrices that are stored in several tensors, by the name that a dense one would have."""
+    path = directory / CONFIG
+    settings = config.get("quantization_config") or config.get("compression_config")
+    if not settings and (directory / QUANTIZATION).exists():
+        path = directory / QUANTIZATION
+        settings = {"quant_method": "gptq"} | read_json_object(path, MAX_CONFIG_BYTES)
+    if not settings:
+        return {}
+    method = settings.get("quant_method") if isinstance(settings, dict) else None
+    if not isinstance(settings, dict) or method not in QUANTIZED:
+        advice = (
+            "load the unquantized model with quantization='int8' or 'int4'"
+            if method == "bitsandbytes"
+            else f"known are {', '.join(QUANTIZED)}"
         )
+        raise ModelError(f"{path}: quantization by {quoted(method or 'an unknown method')} is not supported: {advice}")
+    return QUANTIZED[method](StoredTensors(sources, settings, path))
 
 
 def _generation_config(directory: Path, config: dict[str, Any]) -> dict[str, Any]:
