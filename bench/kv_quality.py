@@ -59,8 +59,14 @@ def main() -> None:
 def compare(worker: Worker, ids: list[int], window: int, chunk: int) -> dict[str, Any]:
     """Both caches of one worker's model over all windows of a text."""
     model, size = worker.decoder.config, worker.config.block_size
-    plain = worker.caches
-    int8 = [worker.ops.kv_cache(worker.num_blocks, size, model.num_kv_heads, model.head_dim, torch.int8) for _ in plain]
+    own = worker.caches[0].keys.dtype
+    plain, int8 = (
+        [
+            worker.ops.kv_cache(-(-window // size), size, model.num_kv_heads, model.head_dim, dtype)
+            for _ in range(model.num_layers)
+        ]
+        for dtype in (own, torch.int8)
+    )
     divergences, losses, same = [], [], 0
     for first in range(0, len(ids) - 1, window):
         part = ids[first : first + window]
@@ -73,7 +79,6 @@ def compare(worker: Worker, ids: list[int], window: int, chunk: int) -> dict[str
             losses.append(-torch.stack([p[rows, targets], q[rows, targets]], 1))
     divergence, loss = torch.cat(divergences), torch.cat(losses).mean(0)
     perplexity = loss.exp()
-    own = plain[0].keys.dtype.itemsize
     return {
         "tokens": len(ids),
         "perplexity": float(perplexity[0]),
@@ -83,7 +88,7 @@ def compare(worker: Worker, ids: list[int], window: int, chunk: int) -> dict[str
         "99th percentile of KL": float(divergence.quantile(0.99)),
         "largest KL": float(divergence.max()),
         "same most likely token": same / len(divergence),
-        "tokens in the same memory": model.kv_bytes_per_token(own)
+        "tokens in the same memory": model.kv_bytes_per_token(own.itemsize)
         / model.kv_bytes_per_token(1, KV_SCALE_DTYPE.itemsize),
     }
 
@@ -95,7 +100,11 @@ def logprobs(worker: Worker, ids: list[int], start: int, chunk: int, caches: lis
     blocks = -(-end // worker.config.block_size)
     batch = RaggedBatch([end - start], [end], positions, slots=positions, block_tables=torch.arange(blocks)[None])
     rows = torch.arange(end - start)
-    return worker.decoder.forward(torch.tensor(ids[start:end]), batch, caches, rows).double().log_softmax(-1)
+    return (
+        worker.decoder.forward(torch.tensor(ids[start:end]), [batch] * len(caches), caches, rows)
+        .double()
+        .log_softmax(-1)
+    )
 
 
 if __name__ == "__main__":

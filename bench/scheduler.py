@@ -18,6 +18,7 @@ from headrace.kvcache.prefix_index import PrefixIndex
 from headrace.sampling.params import SamplingParams
 from headrace.scheduler.scheduler import Limits, Scheduler
 from headrace.scheduler.sequence import Sequence
+from headrace.worker.cache_layout import CacheLayout
 from headrace.worker.worker import Worker
 
 BLOCK = 32
@@ -26,19 +27,20 @@ BLOCK = 32
 def milliseconds_per_step(sequences: int, context: int, steps: int) -> tuple[float, float]:
     """Medians of the scheduler's part and of the worker's, of a step in which so many sequences decode."""
     pool = BlockPool(sequences * (context // BLOCK + 2 + steps // BLOCK), BLOCK)
-    cache = CacheManager(pool, index=PrefixIndex(pool))
+    layout = CacheLayout.of([None], BLOCK, sequences * context)
+    cache = CacheManager(pool, layout, index=PrefixIndex(pool))
     s = Scheduler(cache, Limits(max_num_seqs=sequences, max_num_batched_tokens=sequences * context, target_itl=None))
     params, known = SamplingParams(max_tokens=None), {}
     for i in range(sequences):
         known[i] = Sequence(i, 0, [i, *range(context - 1)], context, params, 0, context + steps + 2)
         s.add(known[i])
-    worker: Any = SimpleNamespace(config=SimpleNamespace(block_size=BLOCK))
+    worker: Any = SimpleNamespace(config=SimpleNamespace(block_size=BLOCK), layout=layout)
 
     def run() -> tuple[float, float]:
         begin = time.perf_counter()
         plan = s.schedule()
         planned = time.perf_counter()
-        Worker._batch(worker, plan.sequences)
+        Worker._batches(worker, plan.sequences)
         prepared = time.perf_counter()
         for step in plan.sequences:
             s.advance(known[step.seq_id], len(step.token_ids))

@@ -184,7 +184,7 @@ def test_a_sliding_window(tmp_path: Path, block_size: int) -> None:
             assert ids[length:] == truth[length - 1 : -1].argmax(-1).tolist()
             for i, entry in enumerate(output.outputs[0].logprobs or []):
                 assert entry.logprob == pytest.approx(float(truth[length + i - 1, ids[length + i]]), abs=1e-3)
-    assert llm.engine.scheduler.cache.window == 8
+    assert llm.engine.scheduler.cache.windows == (8,)
     assert llm.engine.stats().free_blocks == llm.engine.stats().num_blocks
     several = [random_prompt(n, 1) for n in (3, 9, 30)]
     forked = llm.generate(several, SamplingParams(n=3, temperature=0, max_tokens=16, ignore_eos=True))

@@ -57,7 +57,7 @@ class DecoderRunner:
             )
             ids = torch.tensor([token for piece in pieces.values() for token in piece])
             wanted = [row for row, (i, p) in enumerate(places) if last is None or p >= len(prompts[i]) - last]
-            logits = self.decoder.forward(ids, batch, caches, torch.tensor(wanted, dtype=torch.int64))
+            logits = self.decoder.forward(ids, [batch] * len(caches), caches, torch.tensor(wanted, dtype=torch.int64))
             for place, row in zip(wanted, logits, strict=True):
                 out[places[place][0]].append(row)
         return [torch.stack(rows) for rows in out]

@@ -61,9 +61,10 @@ def limit(engine_of: LLM, *, seqs: int = 64, tokens: int = 2048, blocks: int | N
     """
     engine = engine_of.engine
     assert not engine.has_work
-    pool = BlockPool(blocks or engine.worker.num_blocks, engine.worker.block_size)
+    layout = engine.worker.layout
+    pool = BlockPool(blocks or engine.worker.num_blocks, layout.block_size)
     limits = Limits(max_num_seqs=seqs, max_num_batched_tokens=tokens, target_itl=0.0)
-    engine.scheduler = Scheduler(CacheManager(pool, index=PrefixIndex(pool)), limits)
+    engine.scheduler = Scheduler(CacheManager(pool, layout, index=PrefixIndex(pool, layout.windows)), limits)
     return engine.scheduler
 
 

@@ -13,15 +13,19 @@ from typing import Any
 
 from headrace.kvcache.block_pool import BlockPool
 from headrace.kvcache.manager import CacheManager
-from headrace.kvcache.prefix_index import PrefixIndex
+from headrace.kvcache.prefix_index import NO_BLOCK, Node, PrefixIndex
 from headrace.sampling.params import SamplingParams, TokenLogprob
 from headrace.scheduler.policies import FairShare, FirstComeFirstServed, Priority
 from headrace.scheduler.scheduler import MAX_PROMPT_LOGPROB_ROWS, Limits, Scheduler
 from headrace.scheduler.sequence import Sequence, Status
 from headrace.scheduler.static import StaticScheduler
+from headrace.worker.cache_layout import CacheLayout
 from headrace.worker.step import PADDING, StepPlan
 
+LONGEST = 120  # sequences, in tokens, however many a pool could hold
 TOKENS = 3  # so few that beginnings are often equal
+Memory = dict[int, tuple[int, int]]  # slot to the group of layers that wrote there, and the identity
+NOTHING = (-1, 0)
 POLICIES = {"fcfs": FirstComeFirstServed, "priority": lambda: Priority(5.0), "fair": FairShare}
 
 
@@ -65,14 +69,15 @@ class World:
         policy: str = "fcfs",
         prefix: bool = True,
         host_blocks: int = 0,
-        window: int | None = None,
+        windows: tuple[int | None, ...] = (None,),
         step_seconds: Callable[[StepPlan], float] = lambda plan: 0.01,
         **limits: Any,
     ) -> None:
         self.now = 0.0
         pool = BlockPool(blocks, block_size)
         host = BlockPool(host_blocks, block_size) if host_blocks else None
-        self.cache = CacheManager(pool, index=PrefixIndex(pool) if prefix else None, host=host, window=window)
+        layout = CacheLayout.of(windows, block_size, tokens)  # as of a model with a layer for each window
+        self.cache = CacheManager(pool, layout, index=PrefixIndex(pool, layout.windows) if prefix else None, host=host)
         bounds = Limits(max_num_seqs=seqs, max_num_batched_tokens=tokens, **limits)
         if policy == "static":
             self.s: Scheduler = StaticScheduler(self.cache, bounds, timeout=0.5, clock=lambda: self.now)
@@ -81,8 +86,8 @@ class World:
                 self.cache, bounds, policy=POLICIES[policy](), clock=lambda: self.now, swap=host is not None
             )
         self.step_seconds = step_seconds
-        self.memory: dict[int, int] = {}  # slot to identity
-        self.host_memory: dict[int, int] = {}
+        self.memory: Memory = {}
+        self.host_memory: Memory = {}
         self.known: dict[int, Sequence] = {}
         self.prompts: dict[int, list[int]] = {}
         self.streamed: dict[int, list[int]] = {}
@@ -96,7 +101,7 @@ class World:
         """The longest sequence, in tokens."""
         if isinstance(self.s, StaticScheduler):  # each has one block
             return self.cache.pool.block_size
-        return self.cache.pool.num_blocks * self.cache.pool.block_size
+        return self.cache.layout.longest(self.cache.pool.num_blocks, LONGEST)
 
     def submit(self, prompt: list[int], output: int = 4, *, n: int = 1, **fields: Any) -> list[Sequence]:
         """Queues a request of n sequences. `queue_timeout` and `timeout` are from now."""
@@ -189,9 +194,9 @@ class World:
     def _execute(self, plan: StepPlan) -> None:
         size = self.cache.pool.block_size
 
-        def copy(source: dict[int, int], a: int, target: dict[int, int], b: int) -> None:
+        def copy(source: Memory, a: int, target: Memory, b: int) -> None:
             for i in range(size):
-                target[b * size + i] = source.get(a * size + i, 0)
+                target[b * size + i] = source.get(a * size + i, NOTHING)
 
         for device, host in plan.swap_out:
             copy(self.memory, device, self.host_memory, host)
@@ -205,12 +210,13 @@ class World:
             ids = sequence.token_ids if sequence is not None else [0] * step.start + step.token_ids
             truth = beginnings(sequence.salt if sequence is not None else "padding", ids)
             end = step.start + len(step.token_ids)
-            assert len(step.block_table) * size >= end
-            for p in range(step.start, end):
-                slot = step.block_table[p // size] * size + p % size
-                assert slot not in written, "two tokens in one slot"
-                written.add(slot)
-                self.memory[slot] = truth[p]
+            for group, table in enumerate(step.block_tables):
+                assert len(table) * size >= end
+                for p in range(step.start, end):
+                    slot = table[p // size] * size + p % size
+                    assert slot not in written, "two tokens in one slot"
+                    written.add(slot)
+                    self.memory[slot] = (group, truth[p])
             if sequence is not None:
                 assert step.start == sequence.num_computed
                 assert step.token_ids == ids[step.start : end]
@@ -222,13 +228,13 @@ class World:
             sequence = self.known[step.seq_id]
             truth = beginnings(sequence.salt, sequence.token_ids)
             end = step.start + len(step.token_ids)
-            window = self.cache.window
-            for p in range(0 if window is None else max(0, step.start - window + 1), end):
-                found = self.memory.get(step.block_table[p // size] * size + p % size)
-                assert found == truth[p], "a token reads what is not its own"
+            for group, (table, window) in enumerate(zip(step.block_tables, self.cache.windows, strict=True)):
+                for p in range(0 if window is None else max(0, step.start - window + 1), end):
+                    found = self.memory.get(table[p // size] * size + p % size, NOTHING)
+                    assert found == (group, truth[p]), "a token reads what is not its own"
             if step.sample is not None:
                 assert step.sample.position == len(sequence.token_ids)
-                tokens[step.seq_id] = drawn(sequence, found or 0)
+                tokens[step.seq_id] = drawn(sequence, found[1])
         for step in plan.sequences:
             if step.seq_id == PADDING:
                 continue
@@ -263,11 +269,18 @@ class World:
         """Every block has as many holders as tables name it; nothing is lost."""
         pool = self.cache.pool
         members = [m.sequence for m in self.s._batch] if isinstance(self.s, StaticScheduler) else self.s.running
-        named = Counter(b for s in members for b in s.table.blocks[s.table.num_dropped :])
+        named = Counter(
+            b
+            for s in members
+            for blocks, dropped in zip(s.table.blocks, s.table.num_dropped, strict=True)
+            for b in blocks[dropped:]
+        )
         for block in range(pool.num_blocks):
             assert pool.holders(block) == named[block], f"block {block} has the wrong number of holders"
         assert pool.num_free == pool.num_blocks - len(named), "blocks are lost"
-        away = Counter(b for s in self.known.values() for b in s.table.host_blocks)
+        if self.cache.index is not None:
+            self._check_index(self.cache.index)
+        away = Counter(b for s in self.known.values() for blocks in s.table.host_blocks for b in blocks)
         assert not away or max(away.values()) == 1
         assert self.cache.host is None or self.cache.host.num_free == self.cache.host.num_blocks - len(away)
         for sequence in self.known.values():
@@ -277,19 +290,32 @@ class World:
         used = sum(s.num_prompt for s in self.s.waiting if s.num_cached is None and s.leader is None)
         assert self.s.waiting_tokens == used
 
+    @staticmethod
+    def _check_index(index: PrefixIndex) -> None:
+        """Each block is known for what it is, and no node is kept that leads nowhere."""
+        nodes = index._nodes.values()
+        children = Counter(node.parent.number for node in nodes if isinstance(node.parent, Node))
+        named = {b: (node, group) for node in nodes for group, b in enumerate(node.blocks) if b != NO_BLOCK}
+        assert len(named) == sum(b != NO_BLOCK for node in nodes for b in node.blocks), "two nodes name a block"
+        assert all(index._owners[block] == owner for block, owner in named.items())
+        for node in nodes:
+            assert node.num_children >= children[node.number]
+            assert children[node.number] or any(b != NO_BLOCK for b in node.blocks), "a node leads nowhere"
+
 
 def random_world(rng: random.Random, **settings: Any) -> World:
     """A small world with settings at random, so that all kinds of shortage come up."""
     block_size = rng.choice([1, 2, 3, 4, 8])
+    windows = rng.choice([(None,), (None,), (1,), (5,), (9,), (5, None), (9, 9, None), (None, 2, 6), (3, 3, 7)])
     chosen: dict[str, Any] = {
-        "blocks": rng.randint(4, 24),
+        "blocks": rng.randint(4, 24) * len(windows),
         "block_size": block_size,
         "seqs": (seqs := rng.randint(1, 6)),
         "tokens": rng.randint(seqs, 40),
         "policy": rng.choice(["fcfs", "priority", "fair"]),
         "prefix": rng.random() < 0.8,
         "host_blocks": rng.choice([0, 0, 3, 30]),
-        "window": rng.choice([None, None, 1, 5, 9]),
+        "windows": windows,
         "watermark": rng.choice([0.0, 0.01, 0.1]),
         "long_prefill_token_threshold": rng.choice([0, 0, 3]),
         "target_itl": rng.choice([0.0, None, 0.02]),

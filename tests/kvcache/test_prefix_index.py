@@ -9,11 +9,12 @@ from hypothesis import strategies as st
 from headrace.kvcache.block_pool import BlockPool
 from headrace.kvcache.manager import BlockTable, CacheManager
 from headrace.kvcache.prefix_index import PrefixIndex
+from headrace.worker.cache_layout import CacheLayout
 
 
-def manager(blocks: int = 64, size: int = 4, **options: int) -> CacheManager:
+def manager(blocks: int = 64, size: int = 4) -> CacheManager:
     pool = BlockPool(blocks, size)
-    return CacheManager(pool, index=PrefixIndex(pool), **options)
+    return CacheManager(pool, CacheLayout.of([None], size, 100), index=PrefixIndex(pool))
 
 
 def run(cache: CacheManager, ids: list[int], salt: str = "") -> tuple[int, list[int]]:
@@ -22,7 +23,7 @@ def run(cache: CacheManager, ids: list[int], salt: str = "") -> tuple[int, list[
     found = cache.admit(table, ids, salt)
     assert found is not None
     cache.note_computed(table, ids, len(ids), salt)
-    blocks = list(table.blocks)
+    (blocks,) = map(list, table.blocks)
     cache.free(table)
     return found, blocks
 
@@ -64,7 +65,7 @@ def test_only_what_was_computed_is_found() -> None:
     cache.admit(table, ids, "")
     cache.note_computed(table, ids, 7, "")
     assert cache.index is not None
-    assert len(cache.index.find("", ids, 4)[0]) == 1
+    assert len(cache.index.find("", ids, 4)) == 1
 
 
 def test_equal_blocks_are_entered_once() -> None:
@@ -101,7 +102,7 @@ def test_shared_blocks_are_not_forgotten() -> None:
     assert cache.admit(BlockTable(), list(range(50, 66)), "") is None, "four blocks, where three are free"
     assert cache.admit(BlockTable(), list(range(50, 62)), "") == 0
     assert cache.index is not None
-    assert cache.index.find("", ids, 2)[0] == list(table.blocks[:2])
+    assert [node.blocks for node in cache.index.find("", ids, 2)] == [[b] for b in table.blocks[0][:2]]
 
 
 class SameHash(bytes):
@@ -150,9 +151,9 @@ def test_against_a_plain_list(seed: int, size: int, blocks: int) -> None:
             assert found % size == 0
             assert found < len(ids)
             for i in range(found // size):
-                assert holds[table.blocks[i]] == (salt, tuple(ids[: (i + 1) * size]))
-            for i in range(found // size, len(table.blocks)):
-                holds[table.blocks[i]] = (salt, tuple(ids[: (i + 1) * size]))
+                assert holds[table.blocks[0][i]] == (salt, tuple(ids[: (i + 1) * size]))
+            for i in range(found // size, len(table.blocks[0])):
+                holds[table.blocks[0][i]] = (salt, tuple(ids[: (i + 1) * size]))
             cache.note_computed(table, ids, len(ids), salt)
             tables.append((table, ids, salt))
         elif tables:

@@ -25,7 +25,7 @@ STATIC: dict[str, Any] = {
     "blocks": 5,
     "block_size": 20,
     "host_blocks": 0,
-    "window": None,
+    "windows": (None,),
     "prefix": False,
 }
 
@@ -102,10 +102,10 @@ def a_taken_block_is_dealt_out_again(original: Callable[..., Any]) -> Callable[.
 
 def evicted_blocks_stay_in_the_index(original: Callable[..., Any]) -> Callable[..., Any]:
     def forget(self: PrefixIndex, block: int) -> None:
-        key = self._keys[block]
-        node = self._nodes[key]
+        node, group = self._owners[block]
+        nodes = dict(self._nodes)
         original(self, block)
-        self._nodes[key] = node
+        node.blocks[group], self._nodes = block, nodes
 
     return forget
 
@@ -151,9 +151,10 @@ def forks_write_into_the_shared_block(original: Callable[..., Any]) -> Callable[
     def fork(self: CacheManager, table: Any, source: Any, num_tokens: int, **rest: Any) -> Any:
         computed = original(self, table, source, num_tokens, **rest)
         if computed is not None:
-            self.pool.give_back(table.blocks[-1:])
-            self.pool.share([source.blocks[len(table.blocks) - 1]])
-            table.blocks[-1] = source.blocks[len(table.blocks) - 1]
+            for blocks, theirs in zip(table.blocks, source.blocks, strict=True):
+                self.pool.give_back(blocks[-1:])
+                self.pool.share([theirs[len(blocks) - 1]])
+                blocks[-1] = theirs[len(blocks) - 1]
         return computed
 
     return fork
@@ -162,7 +163,8 @@ def forks_write_into_the_shared_block(original: Callable[..., Any]) -> Callable[
 def swapped_blocks_come_back_in_another_order(original: Callable[..., Any]) -> Callable[..., Any]:
     def move(self: CacheManager, table: Any, num_computed: int) -> bool:
         moved = original(self, table, num_computed)
-        table.host_blocks.reverse()
+        for blocks in table.host_blocks:
+            blocks.reverse()
         return bool(moved)
 
     return move
@@ -178,11 +180,33 @@ def the_host_leaks(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def windows_are_one_short(original: Callable[..., Any]) -> Callable[..., Any]:
     def note(self: CacheManager, table: Any, token_ids: Any, num_computed: int, salt: str) -> None:
-        original(self, table, token_ids, num_computed + 2, salt) if self.window and not self.index else original(
-            self, table, token_ids, num_computed, salt
-        )
+        two_more = any(self.windows) and not self.index  # one that is kept for forks, and one that is needed
+        original(self, table, token_ids, num_computed + 2 * two_more, salt)
 
     return note
+
+
+def hits_do_not_look_at_windows(original: Callable[..., Any]) -> Callable[..., Any]:
+    def last_missing(self: PrefixIndex, nodes: Any) -> None:
+        return None
+
+    return last_missing
+
+
+def hits_look_at_one_block_too_few(original: Callable[..., Any]) -> Callable[..., Any]:
+    def last_missing(self: PrefixIndex, nodes: Any) -> Any:
+        missing = original(self, nodes)
+        first = len(nodes) - 1
+        return None if missing is not None and missing < first else missing
+
+    return last_missing
+
+
+def groups_are_mixed_up(original: Callable[..., Any]) -> Callable[..., Any]:
+    def enter(self: PrefixIndex, parent: Any, token_ids: Any, blocks: Any) -> Any:
+        return original(self, parent, token_ids, blocks[::-1])
+
+    return enter
 
 
 def the_budget_is_exceeded(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -193,8 +217,8 @@ def the_budget_is_exceeded(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def the_victim_is_the_first(original: Callable[..., Any]) -> Callable[..., Any]:
-    def grow(self: Scheduler, sequence: Any) -> bool:
-        while not self.cache.grow(sequence.table, len(sequence.token_ids)):
+    def grow(self: Scheduler, sequence: Any, num_tokens: int) -> bool:
+        while not self.cache.grow(sequence.table, num_tokens):
             victim = self.running.pop(0)
             self._preempt(victim)
             if victim is sequence:
@@ -262,6 +286,9 @@ FAULTS: list[tuple[type, str, Callable[[Callable[..., Any]], Callable[..., Any]]
     (CacheManager, "move_to_host", swapped_blocks_come_back_in_another_order),
     (CacheManager, "_forget_host", the_host_leaks),
     (CacheManager, "note_computed", windows_are_one_short),
+    (PrefixIndex, "_last_missing", hits_do_not_look_at_windows),
+    (PrefixIndex, "_last_missing", hits_look_at_one_block_too_few),
+    (PrefixIndex, "enter", groups_are_mixed_up),
     (module._Draft, "room", the_budget_is_exceeded),
     (Scheduler, "_grow", the_victim_is_the_first),
     (Scheduler, "_enter", one_sequence_too_many),

@@ -128,7 +128,7 @@ class TestMemory:
         world.step()
         plan = world.step()
         assert [host for _, host in plan.swap_out] == [0, 1]
-        assert b.table.host_blocks == [0, 1]
+        assert b.table.host_blocks == [[0, 1]]
         while a.status is not Status.GONE:
             assert not world.step().swap_in
         plan = world.step()
@@ -164,7 +164,7 @@ class TestMemory:
         assert not world.s.has_work
 
     def test_blocks_out_of_every_window_are_given_back(self) -> None:
-        world = World(blocks=8, block_size=4, tokens=8, window=6)
+        world = World(blocks=8, block_size=4, tokens=8, windows=(6,))
         (a,) = world.submit(numbered(20), 10)
         most = 0
         while world.s.has_work:
@@ -191,8 +191,8 @@ class TestForks:
         shared = (length - 1) // 4
         assert len(plan.copies) == (3 if (length - 1) % 4 else 0)
         for i in range(shared):
-            assert len({s.table.blocks[i] for s in sequences if s.status is Status.RUNNING}) == 1
-        assert len({s.table.blocks[shared] for s in sequences if s.status is Status.RUNNING}) == 4
+            assert len({s.table.blocks[0][i] for s in sequences if s.status is Status.RUNNING}) == 1
+        assert len({s.table.blocks[0][shared] for s in sequences if s.status is Status.RUNNING}) == 4
         world.run()
         assert [world.streamed[i] for i in range(4)] == [true_output(s, numbered(length), 3) for s in sequences]
 

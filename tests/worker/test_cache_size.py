@@ -18,7 +18,7 @@ from headrace.worker.memory import Available
 from helpers.tiny import t0_config
 
 T0 = decoder_config(t0_config())  # 2 layers, 2 KV heads of 16, 512 tokens
-MODEL: DecoderConfig = replace(T0, num_layers=30, num_kv_heads=3, head_dim=64, max_position=8192)
+MODEL: DecoderConfig = replace(T0, num_layers=30, windows=(None,) * 30, num_kv_heads=3, head_dim=64, max_position=8192)
 FLOAT32_TOKEN, INT8_TOKEN = 2 * 30 * 3 * 64 * 4, 2 * 30 * 3 * (64 + 4)
 MACHINE = Available(2**29, "the machine's free memory")
 
@@ -80,6 +80,45 @@ def test_swap_space_is_not_given_twice() -> None:
     assert without.num_host_blocks == 0
     assert with_swap.num_host_blocks == 2**28 // (32 * FLOAT32_TOKEN)
     assert with_swap.num_blocks == without.num_blocks // 2
+
+
+class TestSomeLayersWithAWindow:
+    """Eight layers, of which two see everything: four groups of two."""
+
+    MODEL = replace(MODEL, num_layers=8, windows=(512, 512, 512, None) * 2)
+    BLOCK = 2 * 2 * 3 * 64 * 4 * 32  # bytes of two layers
+
+    def test_windowed_layers_need_no_more_than_they_see_and_a_step(self) -> None:
+        most = 256 + 3 * ((512 + 1024) // 32 + 1)
+        plan = size(Available(2**40, ""), model=self.MODEL, max_num_batched_tokens=1024, max_num_seqs=4)
+        assert (plan.block_bytes, plan.num_blocks) == (self.BLOCK, 4 * most)
+        exact = {"model": self.MODEL, "max_num_batched_tokens": 1024, "kv_cache_memory": most * self.BLOCK}
+        assert size(**exact, max_model_len=8192).num_blocks == most
+        assert size(**exact | {"kv_cache_memory": most * self.BLOCK - 1}).max_model_len == 8192 - 32
+
+    def test_what_is_said(self, caplog: pytest.LogCaptureFixture) -> None:
+        caplog.set_level(logging.INFO)
+        size(model=self.MODEL, max_num_batched_tokens=64, kv_cache_memory=200 * self.BLOCK, max_model_len=1600)
+        (line,) = (r.getMessage() for r in caplog.records)
+        assert line.startswith("KV cache: 200 blocks = 2990 tokens = 1.9 sequences of max length 1600; ")
+
+    def test_what_the_message_proposes_fits(self) -> None:
+        memory = {"model": self.MODEL, "max_num_batched_tokens": 64, "kv_cache_memory": 100 * self.BLOCK}
+        with pytest.raises(CapacityError) as error:
+            size(**memory, max_model_len=8192)
+        shorter = re.search(r"max_model_len of at most (\d+) \(or 'auto'\)", str(error.value))
+        more = re.search(r"kv_cache_memory of at least .* \((\d+) bytes\)", str(error.value))
+        assert shorter is not None
+        assert more is not None
+        assert size(**memory, max_model_len=int(shorter[1]))
+        with pytest.raises(CapacityError):
+            size(**memory, max_model_len=int(shorter[1]) + 1)
+        assert size(**memory | {"kv_cache_memory": int(more[1])}, max_model_len=8192)
+
+    def test_contiguous_memory_has_room_for_all(self) -> None:
+        settings = {"kv_cache_layout": "contiguous", "block_size": 8192, "max_num_seqs": 2}
+        plan = size(Available(2**40, ""), model=self.MODEL, **settings)
+        assert (plan.num_blocks, plan.layout.windows, plan.layout.layers_per_group) == (2, (None,), 8)
 
 
 class TestTooLarge:

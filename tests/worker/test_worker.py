@@ -98,7 +98,7 @@ def test_all_at_once_in_order(worker: Worker) -> None:
 def test_no_host_blocks_by_default(tmp_path: Path) -> None:
     worker = make(save_t0(tmp_path), swap_space=0)
     assert worker.num_host_blocks == 0
-    assert worker.host_caches == []
+    assert worker._host_pages == []
 
 
 def test_int8_holds_more_in_the_same_memory(tmp_path: Path) -> None:
@@ -109,4 +109,4 @@ def test_int8_holds_more_in_the_same_memory(tmp_path: Path) -> None:
 
 
 def worker_table(blocks: list[int]) -> Any:
-    return array("q", blocks)
+    return [array("q", blocks)]

@@ -108,14 +108,16 @@ class Engine:
 
     def _scheduler(self) -> Scheduler:
         config = self.config
-        pool = BlockPool(self.worker.num_blocks, self.worker.block_size)
+        layout = self.worker.layout
+        pool = BlockPool(self.worker.num_blocks, layout.block_size)
         swap = self.worker.num_host_blocks > 0 and config.preemption_mode != "recompute"
-        windows = self.worker.decoder.config.windows
         cache = CacheManager(
             pool,
-            index=PrefixIndex(pool) if config.enable_prefix_caching and not config.is_contiguous else None,
-            host=BlockPool(self.worker.num_host_blocks, self.worker.block_size) if swap else None,
-            window=None if config.is_contiguous or None in windows else max(w for w in windows if w is not None),
+            layout,
+            index=PrefixIndex(pool, layout.windows)
+            if config.enable_prefix_caching and not config.is_contiguous
+            else None,
+            host=BlockPool(self.worker.num_host_blocks, layout.block_size) if swap else None,
         )
         limits = Limits(
             max_num_seqs=config.max_num_seqs,

@@ -56,9 +56,12 @@ class DecoderConfig:
     attention_softcap: float | None = None
     final_softcap: float | None = None
 
-    def kv_bytes_per_token(self, bytes_per_value: int, bytes_per_scale: int = 0) -> int:
-        """Memory that one token takes in the KV cache of all layers.
+    def kv_bytes_per_token(
+        self, bytes_per_value: int, bytes_per_scale: int = 0, *, num_layers: int | None = None
+    ) -> int:
+        """Memory that one token takes in the KV cache of so many layers; None for all.
 
         bytes_per_scale: where values are coded, of the scale that each head's key and each head's value has.
         """
-        return 2 * self.num_layers * self.num_kv_heads * (self.head_dim * bytes_per_value + bytes_per_scale)
+        layers = self.num_layers if num_layers is None else num_layers
+        return 2 * layers * self.num_kv_heads * (self.head_dim * bytes_per_value + bytes_per_scale)

@@ -45,17 +45,18 @@ class Decoder:
         self.config, self.ops = config, ops
         self.embedding, self.ropes, self.layers, self.norm, self.head = embedding, ropes, layers, norm, head
 
-    def forward(self, ids: Tensor, batch: RaggedBatch, caches: list[KVCache], rows: Tensor) -> Tensor:
+    def forward(self, ids: Tensor, batches: list[RaggedBatch], caches: list[KVCache], rows: Tensor) -> Tensor:
         """Runs one step.
 
-        ids: int64 `[T]`; caches: one per layer, which take this step's keys and values.
+        ids: int64 `[T]`; batches, caches: one per layer. The batches differ in their blocks only; layers for which the
+            blocks are the same share one. The caches take this step's keys and values.
         rows: int64 `[N]`, the tokens whose successors are asked for.
         Returns logits: float32 `[N, vocab_size]`.
         """
         ops = self.ops
         x = ops.embedding(ids, self.embedding, self.config.embedding_scale)
-        angles = [ops.rotary_angles(batch.positions, inv_freq, scale) for inv_freq, scale in self.ropes]
-        for layer, cache in zip(self.layers, caches, strict=True):
+        angles = [ops.rotary_angles(batches[0].positions, inv_freq, scale) for inv_freq, scale in self.ropes]
+        for layer, batch, cache in zip(self.layers, batches, caches, strict=True):
             mixed = layer.attention(layer.attention_norm(x), angles[layer.rope], batch, cache)
             x = ops.add(x, _maybe(layer.after_attention, mixed))
             x = ops.add(x, _maybe(layer.after_mlp, layer.mlp(layer.mlp_norm(x))))

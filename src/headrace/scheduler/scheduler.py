@@ -143,9 +143,8 @@ class Scheduler:
 
     def check(self, num_prompt: int, max_length: int) -> None:
         """Raises RequestError for a sequence that can never run."""
-        pool = self.cache.pool
-        if pool.blocks_for(max_length - 1) > pool.num_blocks:  # nobody reads the last token
-            capacity = pool.num_blocks * pool.block_size
+        capacity = self.cache.layout.longest(self.cache.pool.num_blocks, max_length - 1)
+        if capacity < max_length - 1:  # nobody reads the last token
             raise RequestError(
                 f"the KV cache holds {capacity} tokens, and the prompt of {num_prompt} with its output may become "
                 f"{max_length}",
@@ -220,17 +219,22 @@ class Scheduler:
         for sequence in self.running[:]:
             if sequence.status is not Status.RUNNING:  # preempted by one before it
                 continue
-            length = len(sequence.token_ids)
+            length, in_prompt = len(sequence.token_ids), False
             if length - sequence.num_computed > 1 or sequence.wants_prompt_logprobs:
+                length, in_prompt = sequence.num_computed + 1, True  # at least so far it shall get
+            # The last group's table is as long as any that has to grow.
+            if length > len(sequence.table.blocks[-1]) * size and not self._grow(sequence, length):
+                continue
+            if in_prompt:
                 prompts.append(sequence)
-            elif length <= len(sequence.table.blocks) * size or self._grow(sequence):
+            else:
                 draft.put(sequence, 1)
         draft.watch_the_clock()
         for sequence in prompts:
-            if sequence.status is Status.RUNNING:
-                count = draft.room_for(sequence)
-                if count > 0:
-                    draft.put(sequence, count)
+            done = sequence.num_computed
+            count = min(draft.room_for(sequence), self.cache.room(sequence.table) - done)
+            if count > 0 and self.cache.grow(sequence.table, done + count):
+                draft.put(sequence, count)
         # Who has just been preempted is among the first in the queue: letting it in again at once would be thrashing.
         if self.num_preemptions == preemptions:
             self._enter(draft)
@@ -250,7 +254,8 @@ class Scheduler:
         """Notes that the next `count` tokens of a sequence are in the cache now."""
         sequence.num_computed += count
         cache = self.cache
-        if count > 1 or sequence.num_computed % cache.pool.block_size == 0 or cache.window is not None:
+        in_prompt = sequence.num_computed < len(sequence.token_ids)
+        if in_prompt or count > 1 or sequence.num_computed % cache.pool.block_size == 0:
             cache.note_computed(sequence.table, sequence.token_ids, sequence.num_computed, sequence.salt)
         if sequence.siblings and sequence.num_computed >= sequence.num_prompt:
             self._let_siblings_go(sequence, forked=True)
@@ -311,12 +316,12 @@ class Scheduler:
     def _place(self, sequence: Sequence) -> int:
         return bisect_left(self.running, sequence.rank, key=_rank)
 
-    def _grow(self, sequence: Sequence) -> bool:
-        """Sees to it that a running sequence has blocks for all its tokens, preempting the last ones if need be.
+    def _grow(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Sees to it that a running sequence has blocks for so many tokens, preempting the last ones if need be.
 
         False if the sequence was itself preempted.
         """
-        while not self.cache.grow(sequence.table, len(sequence.token_ids)):
+        while not self.cache.grow(sequence.table, num_tokens):
             victim = self.running.pop()
             self._preempt(victim)
             if victim is sequence:

@@ -9,6 +9,7 @@ from headrace.config import EngineConfig
 from headrace.errors import CapacityError
 from headrace.models.config import DecoderConfig
 from headrace.ops.reference import KV_SCALE_DTYPE
+from headrace.worker.cache_layout import CacheLayout
 from headrace.worker.memory import Available
 
 logger = logging.getLogger(__name__)
@@ -18,9 +19,10 @@ logger = logging.getLogger(__name__)
 class CacheSize:
     """max_model_len: the longest sequence, in tokens. num_blocks: of the cache; num_host_blocks: of that to swap to.
 
-    block_bytes: what a block takes in all layers together.
+    layout: how the layers share the blocks. block_bytes: what a block takes in all layers of a group together.
     """
 
+    layout: CacheLayout
     max_model_len: int
     num_blocks: int
     num_host_blocks: int
@@ -41,13 +43,14 @@ def size_cache(config: EngineConfig, model: DecoderConfig, dtype: torch.dtype, a
             f"max_model_len {longest} is more than the {model.max_position} tokens that the model was made for; "
             f"use at most {model.max_position}"
         )
-    block_bytes = _block_bytes(config, model, dtype)
+    layout = _layout(config, model)
+    block_bytes = _block_bytes(layout, model, dtype)
     budget, source = _budget(config, available)
     length = longest if isinstance(longest, int) else model.max_position
-    fitting = budget // block_bytes * config.block_size
+    fitting = layout.longest(budget // block_bytes, length)
     if fitting < length and (isinstance(longest, int) or fitting < 1):
         least = length if isinstance(longest, int) else config.block_size
-        raise CapacityError(_what_would_fit(config, model, least, dtype, available))
+        raise CapacityError(_what_would_fit(layout, config, model, least, dtype, available))
     if fitting < length:
         logger.warning(
             "the context is cut from %d to %d tokens, which is what fits in %s (%s)",
@@ -57,27 +60,35 @@ def size_cache(config: EngineConfig, model: DecoderConfig, dtype: torch.dtype, a
             source,
         )
         length = fitting
-    most_blocks = -(-length // config.block_size) * config.max_num_seqs
+    most_blocks = layout.blocks_for(length) * config.max_num_seqs
     num_blocks = min(budget // block_bytes, most_blocks)
     num_host_blocks = min(int(config.swap_space) // block_bytes, most_blocks)
-    tokens = num_blocks * config.block_size
+    sequences = num_blocks / layout.blocks_for(length)
+    tokens = sequences * -(-length // config.block_size) * config.block_size
     swap = f", and {num_host_blocks} blocks to swap to" if num_host_blocks else ""
     logger.info(
         "KV cache: %d blocks = %d tokens = %.1f sequences of max length %d; %s of %s%s",
         num_blocks,
         tokens,
-        tokens / length,
+        sequences,
         length,
         _human(num_blocks * block_bytes),
         str(dtype).removeprefix("torch."),
         swap,
     )
-    return CacheSize(length, num_blocks, num_host_blocks, block_bytes)
+    return CacheSize(layout, length, num_blocks, num_host_blocks, block_bytes)
 
 
-def _block_bytes(config: EngineConfig, model: DecoderConfig, dtype: torch.dtype) -> int:
+def _layout(config: EngineConfig, model: DecoderConfig) -> CacheLayout:
+    # A contiguous cache keeps all that a sequence has.
+    windows = (None,) * model.num_layers if config.is_contiguous else model.windows
+    return CacheLayout.of(windows, config.block_size, config.max_num_batched_tokens)
+
+
+def _block_bytes(layout: CacheLayout, model: DecoderConfig, dtype: torch.dtype) -> int:
     scale = KV_SCALE_DTYPE.itemsize if dtype == torch.int8 else 0
-    return config.block_size * model.kv_bytes_per_token(dtype.itemsize, scale)
+    layers = layout.layers_per_group
+    return layout.block_size * model.kv_bytes_per_token(dtype.itemsize, scale, num_layers=layers)
 
 
 def _budget(config: EngineConfig, available: Available) -> tuple[int, str]:
@@ -91,22 +102,25 @@ def _budget(config: EngineConfig, available: Available) -> tuple[int, str]:
 
 
 def _what_would_fit(
-    config: EngineConfig, model: DecoderConfig, length: int, dtype: torch.dtype, available: Available
+    layout: CacheLayout,
+    config: EngineConfig,
+    model: DecoderConfig,
+    length: int,
+    dtype: torch.dtype,
+    available: Available,
 ) -> str:
     """The message for a sequence of `length` tokens that does not fit: by how much, and every way out there is."""
-    size = config.block_size
-    blocks = -(-length // size)
     budget, source = _budget(config, available)
-    needed = blocks * _block_bytes(config, model, dtype)
+    block_bytes = _block_bytes(layout, model, dtype)
+    needed = layout.blocks_for(length) * block_bytes
     ways = []
-    fitting = budget // _block_bytes(config, model, dtype) * size
+    fitting = layout.longest(budget // block_bytes, length)
     if fitting:
         ways.append(f"max_model_len of at most {fitting} (or 'auto')")
-    smaller = _block_bytes(config, model, torch.int8)
-    fitting = budget // smaller * size
+    fitting = layout.longest(budget // _block_bytes(layout, model, torch.int8), length)
     if dtype != torch.int8 and fitting:
         ways.append("kv_cache_dtype int8" + (f" with max_model_len of at most {fitting}" if fitting < length else ""))
-    if size > 1 and not fitting:
+    if layout.block_size > 1 and not fitting:
         ways.append("a smaller block_size")
     if needed <= available.num_bytes:
         ways.append(f"kv_cache_memory of at least {_human(needed)} ({needed} bytes)")

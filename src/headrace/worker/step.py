@@ -15,8 +15,9 @@ class SequenceStep:
     seq_id: the sequence this belongs to; PADDING for tokens of which nobody wants to know what comes out.
     token_ids: the tokens to run, at positions `start`, `start + 1`, ...
     start: how many tokens of the sequence already have their keys and values in the cache.
-    block_table: the cache blocks of the sequence in order, enough for `start + len(token_ids)` tokens, as an array of
-        typecode "q". It stays the scheduler's, and changes after the step.
+    block_tables: by group of layers (see CacheLayout), the cache blocks of the sequence in order, enough for
+        `start + len(token_ids)` tokens, as an array of typecode "q". They stay the scheduler's, and change after the
+        step.
     sample: how to draw the next token; None while more of the prompt is to come.
     prompt_logprobs: how many alternatives to report for every token of the prompt; None for no report.
     next_prompt_token: with `prompt_logprobs`, the prompt token that follows this piece; None after the last piece.
@@ -25,7 +26,7 @@ class SequenceStep:
     seq_id: int
     token_ids: list[int]
     start: int
-    block_table: "array[int]"
+    block_tables: "list[array[int]]"
     sample: SampleRequest | None = None
     prompt_logprobs: int | None = None
     next_prompt_token: int | None = None

@@ -23,7 +23,7 @@ class Worker:
     """Loads the model, sizes the cache, and runs steps.
 
     max_model_len: the longest sequence, prompt and output, that this model takes on this machine.
-    num_blocks: of the KV cache; each holds `block_size` tokens. num_host_blocks: of the one to swap to.
+    layout: how the layers share the blocks of the cache. num_blocks: of those; num_host_blocks: of those to swap to.
     Raises ModelError, or CapacityError where the asked for context does not fit in memory.
     """
 
@@ -41,40 +41,40 @@ class Worker:
                 length = config.max_model_len
                 whole = length if isinstance(length, int) else self.decoder.config.max_position
                 config = replace(config, block_size=whole)
-            self.config, self.block_size = config, config.block_size
+            self.config = config
             # After the weights are loaded, so that what they take is not counted as free.
             size = size_cache(config, self.decoder.config, kv_dtype, available_memory())
-            self.max_model_len, self.num_blocks, self.num_host_blocks = (
-                size.max_model_len,
-                size.num_blocks,
-                size.num_host_blocks,
-            )
-            self.caches = self._kv_caches(self.num_blocks, kv_dtype)
-            self.host_caches = self._kv_caches(self.num_host_blocks, kv_dtype) if self.num_host_blocks else []
+            self.layout, self.max_model_len = size.layout, size.max_model_len
+            self.num_blocks, self.num_host_blocks = size.num_blocks, size.num_host_blocks
+            self._pages = self._kv_caches(self.num_blocks, kv_dtype)
+            self._host_pages = self._kv_caches(self.num_host_blocks, kv_dtype) if self.num_host_blocks else []
+            self.caches = [self._pages[place] for _, place in self.layout.places]
 
     def _kv_caches(self, num_blocks: int, dtype: torch.dtype) -> list[KVCache]:
-        """A cache for each layer."""
+        """A cache for each place of a group of layers. Every block of it is in use by one of the groups, or free."""
         model, size = self.decoder.config, self.config.block_size
         return [
             self.ops.kv_cache(num_blocks, size, model.num_kv_heads, model.head_dim, dtype)
-            for _ in range(model.num_layers)
+            for _ in range(self.layout.layers_per_group)
         ]
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
         """Moves blocks about as the plan says, runs one step and draws the tokens it asks for."""
         if plan.swap_out or plan.swap_in:
-            for cache, host in zip(self.caches, self.host_caches, strict=True):
+            for cache, host in zip(self._pages, self._host_pages, strict=True):
                 self.ops.copy_blocks(cache, host, plan.swap_out)
                 self.ops.copy_blocks(host, cache, [(block, device) for device, block in plan.swap_in])
-        for cache in self.caches:
+        for cache in self._pages:
             self.ops.copy_blocks(cache, cache, plan.copies)
         steps = plan.sequences
         if not steps:
             return StepResult()
         ids = torch.tensor([t for s in steps for t in s.token_ids])
         rows, draws, scored = _select_rows(steps)
-        logits = self.decoder.forward(ids, self._batch(steps), self.caches, torch.tensor(rows, dtype=torch.int64))
+        by_group = self._batches(steps)
+        batches = [by_group[group] for group, _ in self.layout.places]
+        logits = self.decoder.forward(ids, batches, self.caches, torch.tensor(rows, dtype=torch.int64))
         result = StepResult()
         if draws:
             requests = [step.sample for step, _ in draws if step.sample is not None]
@@ -85,24 +85,29 @@ class Worker:
             result.prompt_logprobs[step.seq_id] = prompt_logprobs(self.ops, part, successors, step.prompt_logprobs or 0)
         return result
 
-    def _batch(self, steps: list[SequenceStep]) -> RaggedBatch:
-        size = self.config.block_size
+    def _batches(self, steps: list[SequenceStep]) -> list[RaggedBatch]:
+        """The step as each group of layers sees it: all the same but for the blocks."""
         counts = np.array([len(s.token_ids) for s in steps])
         starts = np.array([s.start for s in steps])
-        widths = np.array([len(s.block_table) for s in steps])
-        tables = np.zeros((len(steps), widths.max()), np.int64)
-        # One copy of all tables' memory; a loop over them would take longer than everything else here.
-        in_use = np.arange(tables.shape[1]) < widths[:, None]
-        tables[in_use] = np.frombuffer(b"".join([s.block_table for s in steps]), np.int64)
         rows = np.repeat(np.arange(len(steps)), counts)
         positions = np.arange(len(rows)) + np.repeat(starts + counts - np.cumsum(counts), counts)
-        return RaggedBatch(
-            query_lens=counts.tolist(),
-            context_lens=(starts + counts).tolist(),
-            positions=torch.from_numpy(positions),
-            slots=torch.from_numpy(tables[rows, positions // size] * size + positions % size),
-            block_tables=torch.from_numpy(tables),
-        )
+        blocks, places = np.divmod(positions, self.config.block_size)
+        query_lens, context_lens = counts.tolist(), (starts + counts).tolist()
+        shared_positions = torch.from_numpy(positions)
+        batches = []
+        for group in range(len(self.layout.windows)):
+            widths = np.array([len(s.block_tables[group]) for s in steps])
+            tables = np.zeros((len(steps), widths.max()), np.int64)
+            # One copy of all tables' memory; a loop over them would take longer than everything else here.
+            in_use = np.arange(tables.shape[1]) < widths[:, None]
+            tables[in_use] = np.frombuffer(b"".join([s.block_tables[group] for s in steps]), np.int64)
+            slots = tables[rows, blocks] * self.config.block_size + places
+            batches.append(
+                RaggedBatch(
+                    query_lens, context_lens, shared_positions, torch.from_numpy(slots), torch.from_numpy(tables)
+                )
+            )
+        return batches
 
 
 def _select_rows(
