@@ -7,12 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from headrace.engine.llm import LLM
-    from headrace.sampling.params import SamplingParams
+    from headrace.sampling.params import SamplingParams, StructuredOutputs
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "SamplingParams", "__version__"]
+__all__ = ["LLM", "SamplingParams", "StructuredOutputs", "__version__"]
 
-_HOMES = {"LLM": "headrace.engine.llm", "SamplingParams": "headrace.sampling.params"}
+_HOMES = {
+    "LLM": "headrace.engine.llm",
+    "SamplingParams": "headrace.sampling.params",
+    "StructuredOutputs": "headrace.sampling.params",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -4,12 +4,15 @@ import logging
 import random
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 from headrace.config import EngineConfig
 from headrace.engine.detokenizer import Detokenizer
 from headrace.engine.request import FinishReason, Request, TokenDelta
-from headrace.errors import OverloadedError, RequestError
+from headrace.errors import HeadraceError, OverloadedError, RequestError
 from headrace.formats.open import open_checkpoint
 from headrace.kvcache.block_pool import BlockPool
 from headrace.kvcache.manager import CacheManager
@@ -23,6 +26,11 @@ from headrace.scheduler.static import StaticScheduler
 from headrace.worker.step import PADDING
 from headrace.worker.worker import Worker
 
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+    from headrace.structured.grammars import Grammars
+
 logger = logging.getLogger(__name__)
 
 IDLE = 0.002  # seconds to sleep when there is work, but none that may begin yet
@@ -35,6 +43,7 @@ class _Stream:
     request_id: str
     sequence: Sequence
     detokenizer: Detokenizer
+    is_queued: bool = True  # known to the scheduler: not while its grammar is being compiled
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +114,7 @@ class Engine:
         self._streams: dict[int, _Stream] = {}  # by seq_id
         self._requests: dict[str, list[int]] = {}  # the unfinished seq_ids of each request
         self._next_seq_id = 0
+        self._compiling: list[tuple[Future[LLMatcher], list[Sequence]]] = []  # whose grammars are not ready yet
 
     def _scheduler(self) -> Scheduler:
         config = self.config
@@ -136,9 +146,15 @@ class Engine:
         }
         return Scheduler(cache, limits, policy=policies[config.scheduling_policy](), swap=swap)
 
+    @cached_property
+    def _grammars(self) -> "Grammars":
+        from headrace.structured.grammars import Grammars  # most requests need no grammar
+
+        return Grammars(self.tokenizer, self.vocab_size, self.eos_ids)
+
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        return self.scheduler.has_work or bool(self._compiling)
 
     def stats(self) -> EngineStats:
         s = self.scheduler
@@ -194,6 +210,11 @@ class Engine:
             if seconds is not None and not 0 <= seconds < float("inf"):
                 raise RequestError(f"{name} must be a number of seconds from 0 on, not {seconds!r}", name)
 
+    def check_grammar(self, request: Request) -> None:
+        """Raises RequestError for a grammar that cannot be enforced. Waits for it; any thread may call it."""
+        if request.params.structured_outputs is not None:
+            self._grammars.check(request.params.structured_outputs)
+
     def check_room(self, request: Request) -> None:
         """Raises OverloadedError if the queue is too full for a request. Any thread may call it."""
         self.scheduler.check_queue(len(request.prompt_token_ids), request.params.n)
@@ -210,7 +231,8 @@ class Engine:
     def add_request(self, request: Request) -> None:
         """Queues a request.
 
-        Raises RequestError as `check` does, or if one with the same id is unfinished, and OverloadedError.
+        Raises RequestError as `check` does, or if one with the same id is unfinished, and OverloadedError. A grammar is
+        compiled meanwhile; what `check_grammar` would have refused ends with an error.
         """
         self.check(request)
         self.check_room(request)
@@ -246,8 +268,12 @@ class Engine:
         ]
         for sequence in sequences:
             detokenizer = Detokenizer(self.tokenizer, prompt, params)
-            self._streams[sequence.seq_id] = _Stream(request.request_id, sequence, detokenizer)
-        self.scheduler.add(sequences[0], sequences[1:])
+            is_queued = params.structured_outputs is None
+            self._streams[sequence.seq_id] = _Stream(request.request_id, sequence, detokenizer, is_queued)
+        if params.structured_outputs is None:
+            self.scheduler.add(sequences[0], sequences[1:])
+        else:
+            self._compiling.append((self._grammars.compile(params.structured_outputs), sequences))
 
     def abort(self, request_id: str) -> list[TokenDelta]:
         """Ends a request and frees its memory; one that has finished already is none of its business.
@@ -261,8 +287,9 @@ class Engine:
     def step(self) -> list[TokenDelta]:
         """Runs one step. Returns what is new, for each sequence that got a token."""
         begun = self.scheduler.clock()
+        deltas = self._take_compiled()
         plan = self.scheduler.schedule()
-        deltas = self._expire()
+        deltas += self._expire()
         if not plan.sequences:
             if self.has_work:
                 time.sleep(IDLE)
@@ -282,6 +309,29 @@ class Engine:
             if step.sample is not None:
                 deltas.append(self._commit(stream, result.sampled[step.seq_id]))
         self.scheduler.record(self.scheduler.clock() - begun)
+        return deltas
+
+    def _take_compiled(self) -> list[TokenDelta]:
+        """Queues the sequences whose grammars are ready now. Returns the last deltas of those whose have failed."""
+        compiling, self._compiling = self._compiling, []
+        deltas = []
+        for grammar, sequences in compiling:
+            if sequences[0].seq_id not in self._streams:  # aborted
+                continue
+            if not grammar.done():
+                self._compiling.append((grammar, sequences))
+            elif isinstance(error := grammar.exception(), HeadraceError):
+                last = self._end_all(self._streams[sequences[0].seq_id].request_id)
+                for delta in last:
+                    delta.error = error
+                deltas += last
+            else:
+                from headrace.structured.constraint import Constraint
+
+                for sequence in sequences:
+                    sequence.constraint = Constraint(grammar.result())
+                    self._streams[sequence.seq_id].is_queued = True
+                self.scheduler.add(sequences[0], sequences[1:])
         return deltas
 
     def _expire(self) -> list[TokenDelta]:
@@ -325,9 +375,10 @@ class Engine:
         first = sequence.num_output == 0
         sequence.token_ids.append(token)
         text, reason, cause = self._text(stream, token)
+        error = None if sequence.constraint is None else sequence.constraint.error
         if reason is not None:
             self._forget(stream)
-            self.num_finished += 1
+            self.num_finished += error is None
         return TokenDelta(
             stream.request_id,
             sequence.index,
@@ -338,6 +389,7 @@ class Engine:
             finish_reason=reason,
             stop_reason=cause,
             cached_tokens=sequence.num_cached if first else None,
+            error=error,
         )
 
     def _text(self, stream: _Stream, token: int) -> tuple[str, FinishReason | None, int | str | None]:
@@ -354,6 +406,12 @@ class Engine:
         else:
             text = detokenizer.append(token)
             reason = "length" if len(sequence.token_ids) >= sequence.max_length else None
+            if sequence.constraint is not None:
+                sequence.constraint.accept(token)
+                if sequence.constraint.error is not None:
+                    reason = "abort"
+                elif sequence.constraint.finished:
+                    reason = "stop"
         if reason is not None:
             text += detokenizer.finish()
         if detokenizer.stopped_by is not None:  # by this token, or in what was held back until the end
@@ -363,7 +421,7 @@ class Engine:
     def _forget(self, stream: _Stream) -> None:
         """Takes a sequence that has ended out of everything."""
         seq_id = stream.sequence.seq_id
-        if stream.sequence.status is not Status.GONE:
+        if stream.is_queued and stream.sequence.status is not Status.GONE:
             self.scheduler.remove(stream.sequence)
         del self._streams[seq_id]
         unfinished = self._requests[stream.request_id]

@@ -117,6 +117,7 @@ class LLM:
         requests = [self._request(ids, p) for ids, p in zip(prompts, each, strict=True)]
         for request in requests:
             self.engine.check(request)
+            self.engine.check_grammar(request)
         outputs = {
             r.request_id: RequestOutput(
                 r.request_id,

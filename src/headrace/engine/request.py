@@ -45,7 +45,7 @@ class TokenDelta:
     stop_reason: the stop string or the stop token id that ended it; "timeout" for an abort when its time was over; None
         for the model's own end-of-sequence tokens.
     cached_tokens: on the first delta with a token, how many tokens of the prompt were in the cache already.
-    error: on the last delta of a request that was given up before it began, why.
+    error: on the last delta of a sequence that was given up, before it began or within its grammar, why.
     """
 
     request_id: str

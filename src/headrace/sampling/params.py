@@ -3,6 +3,7 @@
 import reprlib
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,12 +17,52 @@ MAX_STOP_LENGTH = 1024
 MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
+MAX_CHOICES = 4096
 MAX_BAD_WORDS = 256
 MAX_BAD_WORD_LENGTH = 256
 MAX_ALLOWED_TOKEN_IDS = 2**19
 MAX_DRY_BREAKERS = 64
 MAX_DRY_BREAKER_LENGTH = 64
 DRY_SEQUENCE_BREAKERS = ("\n", ":", '"', "*")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StructuredOutputs:
+    """What the output must look like: exactly one of the following.
+
+    json: a JSON schema, as a dict or as its text. json_object: true for any JSON object.
+    regex: all of the output must match it. Rust's syntax, which is Python's but for looking around and backreferences.
+    choice: one of these strings.
+    grammar: in Lark: https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md
+    """
+
+    json: dict[str, Any] | bool | str | None = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+
+    def __post_init__(self) -> None:
+        name = "structured_outputs"
+        given = [f for f in ("json", "regex", "choice", "grammar") if getattr(self, f) is not None]
+        given += ["json_object"] if self.json_object else []
+        if len(given) != 1:
+            raise RequestError(f"{name} needs one of json, json_object, regex, choice and grammar", name)
+        if self.json_object is not None and not isinstance(self.json_object, bool):
+            raise RequestError(f"{name}.json_object must be true or false", name)
+        if self.json is not None and not isinstance(self.json, dict | bool | str):
+            raise RequestError(f"{name}.json must be a JSON schema, not {_shown(self.json)}", name)
+        for field_name in ("regex", "grammar"):
+            value = getattr(self, field_name)
+            if value is not None and (not isinstance(value, str) or not value or not _is_unicode(value)):
+                raise RequestError(f"{name}.{field_name} must be a text, not {_shown(value)}", name)
+        choice = self.choice
+        if choice is not None and not (
+            isinstance(choice, list | tuple)
+            and 0 < len(choice) <= MAX_CHOICES
+            and all(isinstance(c, str) and c and _is_unicode(c) for c in choice)
+        ):
+            raise RequestError(f"{name}.choice must be a list of 1 to {MAX_CHOICES} texts, none empty", name)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +98,8 @@ class SamplingParams:
     allowed_token_ids: no other tokens are drawn.
     bad_words: texts that the output may not hold: the last token of such a word is not drawn after the others, as it is
         tokenized at the beginning of a text and after a space.
+    structured_outputs: what the output must look like. Where it can end no further token is drawn, and it stands above
+        all other settings that allow or forbid tokens.
     skip_special_tokens: leave special tokens out of the text.
 
     Logits change in the order of vLLM: allowed_token_ids, bad_words, min_tokens, logit_bias, repetition_penalty,
@@ -91,6 +134,7 @@ class SamplingParams:
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
+    structured_outputs: StructuredOutputs | None = None
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
@@ -121,6 +165,11 @@ class SamplingParams:
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name} must be true or false, not {_shown(getattr(self, name))}", name)
+        if self.structured_outputs is not None and not isinstance(self.structured_outputs, StructuredOutputs):
+            raise RequestError(
+                f"structured_outputs must be StructuredOutputs, not {_shown(self.structured_outputs)}",
+                "structured_outputs",
+            )
         self._check_stops()
         self._check_logit_bias()
         self._strings("bad_words", MAX_BAD_WORDS, MAX_BAD_WORD_LENGTH)

@@ -2,10 +2,14 @@
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TYPE_CHECKING
 
 from headrace.kvcache.manager import BlockTable
 from headrace.sampling.history import History
 from headrace.sampling.params import SampleRequest, SamplingParams, TokenLogprob
+
+if TYPE_CHECKING:
+    from headrace.structured.constraint import Constraint
 
 
 class Status(Enum):
@@ -33,6 +37,7 @@ class Sequence:
     num_computed: how many of its tokens have keys and values in the cache. All of them but the last, once it decodes;
         none after a preemption by recompute.
     num_cached: how many tokens of its prompt were in the cache when it was first admitted; None before that.
+    constraint: where it stands in its grammar, if it has one.
     history: its tokens as penalties need them, where it has any.
     prompt_logprobs: what has been reported of the prompt so far, where asked for; None for the first token.
     """
@@ -58,6 +63,7 @@ class Sequence:
     table: BlockTable = field(default_factory=BlockTable)
     num_computed: int = 0
     num_cached: int | None = None
+    constraint: "Constraint | None" = None
     history: History | None = None
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
 
@@ -80,4 +86,5 @@ class Sequence:
         forbidden = self.stop_ids if minimum and self.num_output < minimum else ()
         if self.history is not None:
             self.history.update(self.token_ids)
-        return SampleRequest(self.params, self.seed, self.index, len(self.token_ids), forbidden, self.history)
+        mask = None if self.constraint is None else self.constraint.mask()
+        return SampleRequest(self.params, self.seed, self.index, len(self.token_ids), forbidden, self.history, mask)

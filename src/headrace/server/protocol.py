@@ -28,6 +28,11 @@ class Body(BaseModel):
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
     not_yet: ClassVar[Neutral] = {}
 
+    @classmethod
+    def known_fields(cls) -> list[str]:
+        """Their names in JSON."""
+        return [field.alias or name for name, field in cls.model_fields.items()]
+
     @model_validator(mode="before")
     @classmethod
     def _known_fields_only(cls, body: Any) -> Any:
@@ -37,8 +42,8 @@ class Body(BaseModel):
             if name in cls.not_yet:
                 if not any(value == n and isinstance(value, bool) == isinstance(n, bool) for n in cls.not_yet[name]):
                     raise PydanticCustomError("field", "{name} is not supported yet", {"name": name})
-            elif name not in cls.model_fields:
-                near = difflib.get_close_matches(name[:100], [*cls.model_fields, *cls.not_yet], n=1)
+            elif name not in cls.known_fields():
+                near = difflib.get_close_matches(name[:100], [*cls.known_fields(), *cls.not_yet], n=1)
                 hint = f": did you mean {near[0]}?" if near else ""
                 raise PydanticCustomError(
                     "field", "{name} is not a known field{hint}", {"name": name[:100], "hint": hint}
@@ -79,6 +84,37 @@ class StreamOptions(Body):
     include_usage: bool | None = None
 
 
+class JsonSchema(Body):
+    name: Annotated[str, Field(min_length=1, max_length=64)]
+    schema_: Annotated[dict[str, JsonValue] | bool, Field(alias="schema")]
+    description: str | None = None  # for a model that would be shown it
+    strict: bool | None = None  # the answer is held to the schema in any case
+
+
+class ResponseFormat(Body):
+    """What the answer must look like. A schema belongs to json_schema, and to nothing else."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _schema_belongs_to_json_schema(self) -> "ResponseFormat":
+        if (self.json_schema is None) == (self.type == "json_schema"):
+            message = "{name} goes together with type json_schema"
+            raise PydanticCustomError("field", message, {"name": "json_schema"})
+        return self
+
+
+class StructuredOutputsField(Body):
+    """vLLM's form of the same, and more; one of its fields may be there."""
+
+    json_: Annotated[dict[str, JsonValue] | bool | str | None, Field(alias="json")] = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: Annotated[list[str], Field(fail_fast=True)] | None = None
+    grammar: str | None = None
+
+
 class GenerationBody(Body):
     """What both routes take. None means what leaving the field out means.
 
@@ -87,11 +123,6 @@ class GenerationBody(Body):
 
     not_yet: ClassVar[Neutral] = {
         "prompt_logprobs": (None,),
-        "structured_outputs": (None,),
-        "guided_json": (None,),
-        "guided_regex": (None,),
-        "guided_choice": (None,),
-        "guided_grammar": (None,),
         "use_beam_search": (None, False),
         "length_penalty": (None, 1),
         "truncate_prompt_tokens": (None,),
@@ -126,6 +157,12 @@ class GenerationBody(Body):
     logit_bias: dict[str, Any] | None = None  # its values are checked by SamplingParams
     allowed_token_ids: Annotated[list[int], Field(fail_fast=True)] | None = None
     bad_words: Annotated[list[str], Field(fail_fast=True)] | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputsField | None = None
+    guided_json: dict[str, JsonValue] | bool | str | None = None  # older names of the fields of structured_outputs
+    guided_regex: str | None = None
+    guided_choice: Annotated[list[str], Field(fail_fast=True)] | None = None
+    guided_grammar: str | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     queue_timeout: float | None = None  # seconds within which it must have begun, and
     timeout: float | None = None  # have finished; the engine checks them
@@ -149,7 +186,6 @@ class ChatBody(GenerationBody):
         "parallel_tool_calls": (None, False, True),
         "functions": (None,),
         "function_call": (None, "none", "auto"),
-        "response_format": (None, {"type": "text"}),
         "modalities": (None, ["text"]),
         "audio": (None,),
         "prediction": (None,),
@@ -195,7 +231,6 @@ class CompletionBody(GenerationBody):
 
     not_yet: ClassVar[Neutral] = GenerationBody.not_yet | {
         "suffix": (None, ""),
-        "response_format": (None, {"type": "text"}),
         "add_special_tokens": (None, True),
     }
 

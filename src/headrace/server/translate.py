@@ -4,16 +4,19 @@ import reprlib
 import time
 import uuid
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from headrace.engine.request import Request
 from headrace.errors import RequestError
-from headrace.sampling.params import SamplingParams
+from headrace.formats.tokenizer import Tokenizer
+from headrace.sampling.params import SamplingParams, StructuredOutputs
 from headrace.server.errors import ApiError
 from headrace.server.protocol import MAX_PROMPTS, ChatBody, CompletionBody, GenerationBody, parse_body
 
 if TYPE_CHECKING:
     from headrace.engine.async_engine import AsyncEngine
+    from headrace.structured.grammars import Grammars
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for this route; in a chat the answer may go on to the end of the context
 MAX_CHOICES = 1024
@@ -161,7 +164,45 @@ def sampling_params(engine: "AsyncEngine", body: GenerationBody, **rest: Any) ->
     """What the body says; for what it does not say the model's generation_config.json, or else OpenAI's defaults."""
     names = (field.name for field in fields(SamplingParams))
     given = {name: value for name in names if (value := getattr(body, name, None)) is not None}
-    return SamplingParams(**(engine.default_sampling | given | {"logit_bias": token_bias(body.logit_bias)} | rest))
+    ours = {"logit_bias": token_bias(body.logit_bias), "structured_outputs": structured_outputs(engine, body)}
+    return SamplingParams(**(engine.default_sampling | given | ours | rest))
+
+
+def structured_outputs(engine: "AsyncEngine", body: GenerationBody) -> StructuredOutputs | None:
+    """What the answer must look like. Compiles the grammar, to know that it can be enforced."""
+    asked: dict[str, dict[str, Any]] = {}
+    if body.response_format is not None and body.response_format.json_schema is not None:
+        asked["response_format"] = {"json": body.response_format.json_schema.schema_}
+    elif body.response_format is not None and body.response_format.type == "json_object":
+        asked["response_format"] = {"json_object": True}
+    if body.structured_outputs is not None:
+        asked["structured_outputs"] = body.structured_outputs.model_dump(by_alias=True, exclude_none=True)
+    for kind in ("json", "regex", "choice", "grammar"):
+        if (value := getattr(body, f"guided_{kind}")) is not None:
+            asked[f"guided_{kind}"] = {kind: value}
+    if len(asked) > 1:
+        raise RequestError(f"{' and '.join(asked)} exclude each other: send one of them", list(asked)[1])
+    for name, what in asked.items():
+        return checked_grammar(engine, name, **what)
+    return None
+
+
+def checked_grammar(engine: "AsyncEngine", name: str, **what: Any) -> StructuredOutputs:
+    """The structured outputs that the field `name` asks for, compiled to know that they can be enforced."""
+    try:
+        spec = StructuredOutputs(**what)
+        grammars(engine.tokenizer, engine.vocab_size).check(spec)
+    except RequestError as error:
+        raise RequestError(f"{name}: {error}", name) from None
+    return spec
+
+
+@lru_cache(maxsize=8)
+def grammars(tokenizer: Tokenizer, vocab_size: int) -> "Grammars":
+    """Only to check them, for which it does not matter how an output ends."""
+    from headrace.structured.grammars import Grammars
+
+    return Grammars(tokenizer, vocab_size, ())
 
 
 def token_bias(bias: dict[str, Any] | None) -> dict[int, Any]:
