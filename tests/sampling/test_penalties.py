@@ -9,8 +9,8 @@ from transformers import NoBadWordsLogitsProcessor, RepetitionPenaltyLogitsProce
 
 from headrace.ops.reference import Ops
 from headrace.sampling.adjust import adjusted
-from headrace.sampling.history import MAX_REPETITION, History
-from headrace.sampling.params import SampleRequest, SamplingParams
+from headrace.sampling.history import History
+from headrace.sampling.params import MAX_REPETITION, SampleRequest, SamplingParams
 from headrace.sampling.random import uniform
 from headrace.sampling.sampler import XTC_STREAM, sample_tokens
 from headrace.sampling.words import history_of

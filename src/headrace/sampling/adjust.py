@@ -6,8 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headrace.sampling.history import MAX_REPETITION
-from headrace.sampling.params import SampleRequest
+from headrace.sampling.params import MAX_REPETITION, SampleRequest
 
 LARGEST = float(torch.finfo(torch.float32).max)
 

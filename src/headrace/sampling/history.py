@@ -7,9 +7,6 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-# So many tokens of a repetition count for DRY; with its usual base the penalty is beyond measure long before.
-MAX_REPETITION = 256
-
 
 @dataclass(slots=True)
 class History:

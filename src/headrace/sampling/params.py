@@ -3,13 +3,15 @@
 import reprlib
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any
 
 from headrace.errors import RequestError
-from headrace.sampling.history import MAX_REPETITION, History
+
+if TYPE_CHECKING:  # the command line needs this module, and should not wait for NumPy
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from headrace.sampling.history import History
 
 MAX_N = 128
 MAX_STOP_STRINGS = 16
@@ -23,6 +25,7 @@ MAX_BAD_WORD_LENGTH = 256
 MAX_ALLOWED_TOKEN_IDS = 2**19
 MAX_DRY_BREAKERS = 64
 MAX_DRY_BREAKER_LENGTH = 64
+MAX_REPETITION = 256  # so many tokens count for DRY: with its usual base, more is beyond measure
 DRY_SEQUENCE_BREAKERS = ("\n", ":", '"', "*")
 
 
@@ -305,8 +308,8 @@ class SampleRequest:
     index: int
     position: int
     forbidden: tuple[int, ...] = ()
-    history: History | None = None
-    mask: Future[NDArray[np.int32]] | None = None
+    history: "History | None" = None
+    mask: "Future[NDArray[np.int32]] | None" = None
 
 
 @dataclass(slots=True)
