@@ -1,4 +1,9 @@
-"""SmolLM2 135M and Gemma 3 270M from their GGUF files, against transformers on the same files, in float32."""
+"""SmolLM2 135M and Gemma 3 270M from their GGUF files, against transformers on the same files, in float32.
+
+`HEADRACE_FULL_LENGTH=1` adds ten prompts of each with 64 tokens, in batches and chunks of all sizes: some ten minutes.
+"""
+
+import os
 
 import pytest
 import torch
@@ -33,12 +38,14 @@ TEXTS = [
 ]
 TEN, REST = TEXTS[:10], TEXTS[10:]
 TIE = 1e-3
+FULL = os.environ.get("HEADRACE_FULL_LENGTH") == "1"
 
 
 class Truth:
     """The prompts, and how transformers goes on with them: 64 tokens for the first ten, 16 for the rest.
 
-    For Gemma 3, whose vocabulary of 262144 makes every token dear, there are ten prompts and 24 tokens.
+    For Gemma 3, whose vocabulary of 262144 makes every token dear, there are ten prompts and 24 tokens (64 at full
+    length).
     """
 
     def __init__(self, name: str) -> None:
@@ -51,7 +58,7 @@ class Truth:
             self.tokens += transformers_greedy(self.model, encode(REST), 16)
         else:
             self.prompts = encode(TEN)
-            self.tokens = transformers_greedy(self.model, encode(TEN), 24)
+            self.tokens = transformers_greedy(self.model, encode(TEN), 64 if FULL else 24)
 
     def check(self, prompts: int, count: int) -> None:
         """Runs some prompts for at most `count` tokens. All must be the true ones.
@@ -130,6 +137,14 @@ def test_any_number_at_once(smollm2: Truth, seqs: int, prompts: int) -> None:
 def test_prompts_in_chunks(smollm2: Truth, chunk: int, prompts: int) -> None:
     limit(smollm2.llm, tokens=chunk, seqs=min(chunk, 8))
     smollm2.check(prompts, 6)
+
+
+@pytest.mark.skipif(not FULL, reason="set HEADRACE_FULL_LENGTH=1 to run it")
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize(("seqs", "chunk"), [(1, 2048), (3, 2048), (17, 2048), (1, 1), (7, 7), (8, 16), (8, 64)])
+def test_ten_prompts_and_64_tokens(truth: Truth, seqs: int, chunk: int) -> None:
+    limit(truth.llm, seqs=seqs, tokens=chunk)
+    truth.check(10, 64)
 
 
 def test_three_at_once_in_chunks(gemma3: Truth) -> None:
