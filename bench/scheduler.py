@@ -2,7 +2,7 @@
 
     python bench/scheduler.py
 
-Each line is the median over some steps in which all sequences decode, with prompts of the given length behind them:
+Each line is the median of processor time over some steps in which all sequences decode, with prompts of the given length behind them:
 `schedule` and `advance` of the scheduler, and what the worker does to lay the step out as tensors. Then the pool alone.
 """
 
@@ -37,17 +37,17 @@ def milliseconds_per_step(sequences: int, context: int, steps: int) -> tuple[flo
     worker: Any = SimpleNamespace(config=SimpleNamespace(block_size=BLOCK), layout=layout)
 
     def run() -> tuple[float, float]:
-        begin = time.perf_counter()
+        begin = time.thread_time()
         plan = s.schedule()
-        planned = time.perf_counter()
+        planned = time.thread_time()
         Worker._batches(worker, plan.sequences)
-        prepared = time.perf_counter()
+        prepared = time.thread_time()
         for step in plan.sequences:
             s.advance(known[step.seq_id], len(step.token_ids))
             if step.sample is not None:
                 known[step.seq_id].token_ids.append(1)
         s.record(0.01)
-        return 1e3 * (planned - begin + time.perf_counter() - prepared), 1e3 * (prepared - planned)
+        return 1e3 * (planned - begin + time.thread_time() - prepared), 1e3 * (prepared - planned)
 
     while len(s.running) < sequences or any(x.num_to_compute > 1 for x in s.running):
         run()
@@ -63,10 +63,10 @@ def nanoseconds_per_block(blocks: int) -> float:
         pool.keep(block)
     pool.give_back(held)
     count = min(blocks, 100_000)
-    begin = time.perf_counter()
+    begin = time.thread_time()
     for _ in range(0, count, 100):
         pool.give_back(pool.take(100))
-    return 1e9 * (time.perf_counter() - begin) / count
+    return 1e9 * (time.thread_time() - begin) / count
 
 
 def main() -> None:

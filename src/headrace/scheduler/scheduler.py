@@ -4,10 +4,12 @@ Yu et al. 2022 (Orca) for scheduling by iteration, Agrawal et al. 2023 (Sarathi)
 Kwon et al. 2023 (vLLM) for paged memory and preemption.
 """
 
+import gc
 import heapq
 import time
 from bisect import bisect_left, insort
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import Lock
 
@@ -48,20 +50,22 @@ class Limits:
 
 
 class _Draft:
-    """A step in the making: how many tokens each sequence runs, and what is left of the step's budgets."""
+    """A step in the making: how many tokens of each prompt run, and what is left of the step's budgets."""
 
     def __init__(self, limits: Limits, cost: CostModel) -> None:
-        self.counts: dict[Sequence, int] = {}
+        self.chunks: dict[Sequence, int] = {}  # of prompts, or single tokens of sequences that have just entered
         self.work = Work()
-        self.num_chunks = 0  # pieces of prompts in it
         self._limits, self._cost = limits, cost
         self._tokens_left, self._rows_left = limits.max_num_batched_tokens, MAX_PROMPT_LOGPROB_ROWS
         self._end: float | None = None  # seconds that the step may take
+        self._has_chunk = False
 
-    def watch_the_clock(self) -> None:
-        """From now on the step's duration is limited, if a stream runs in it: to be called when all of those are in."""
+    def put_decodes(self, count: int, context: int) -> None:
+        """Puts in the sequences that decode, with so many tokens in all. From now on the step's duration is limited."""
+        self.work = Work(count, context, count)
+        self._tokens_left -= count
         target = self._limits.target_itl
-        if self.counts and target != 0:
+        if count and target != 0:
             self._end = target if target is not None else max(AUTO_TARGET_ITL, 2 * self._cost.predict(self.work))
 
     def room_for(self, sequence: Sequence) -> int:
@@ -75,15 +79,15 @@ class _Draft:
         if self._limits.long_prefill_token_threshold:
             count = min(count, self._limits.long_prefill_token_threshold)
         if self._end is not None:
-            least = 0 if self.num_chunks else MIN_CHUNK
+            least = 0 if self._has_chunk else MIN_CHUNK
             count = min(count, max(least, self._cost.tokens_within(self._end - self._cost.predict(self.work), start)))
         return count
 
     def put(self, sequence: Sequence, count: int) -> None:
-        self.counts[sequence] = count
+        self.chunks[sequence] = count
         self.work.add(sequence.num_computed, count)
         self._tokens_left -= count
-        self.num_chunks += count > 1
+        self._has_chunk |= count > 1
         if sequence.wants_prompt_logprobs:
             self._rows_left -= count
 
@@ -214,50 +218,31 @@ class Scheduler:
         self._expire()
         draft = _Draft(self.limits, self.cost)
         preemptions = self.num_preemptions
-        # In order of rank, so that no sequence is a victim after it was planned.
-        size, prompts = self.cache.pool.block_size, []
-        for sequence in self.running[:]:
-            if sequence.status is not Status.RUNNING:  # preempted by one before it
-                continue
-            length, in_prompt = len(sequence.token_ids), False
-            if length - sequence.num_computed > 1 or sequence.wants_prompt_logprobs:
-                length, in_prompt = sequence.num_computed + 1, True  # at least so far it shall get
-            # The last group's table is as long as any that has to grow.
-            if length > len(sequence.table.blocks[-1]) * size and not self._grow(sequence, length):
-                continue
-            if in_prompt:
-                prompts.append(sequence)
-            else:
-                draft.put(sequence, 1)
-        draft.watch_the_clock()
-        for sequence in prompts:
-            done = sequence.num_computed
-            count = min(draft.room_for(sequence), self.cache.room(sequence.table) - done)
-            if count > 0 and self.cache.grow(sequence.table, done + count):
-                draft.put(sequence, count)
-        # Who has just been preempted is among the first in the queue: letting it in again at once would be thrashing.
-        if self.num_preemptions == preemptions:
-            self._enter(draft)
+        with _without_collections():
+            decodes, prompts = self._plan_decodes(draft)
+            for sequence in prompts:
+                done = sequence.num_computed
+                count = min(draft.room_for(sequence), self.cache.room(sequence.table) - done)
+                if count > 0 and self.cache.grow(sequence.table, done + count):
+                    draft.put(sequence, count)
+            # Who has just been preempted is among the first in the queue; to let it in again at once would be thrashing
+            if self.num_preemptions == preemptions:
+                self._enter(draft)
+            steps = decodes + [self._step(sequence, count) for sequence, count in draft.chunks.items()]
         self._work = draft.work
         cache = self.cache
-        plan = StepPlan(
-            [self._step(sequence, count) for sequence, count in draft.counts.items()],
-            cache.copies,
-            cache.swap_out,
-            cache.swap_in,
-        )
+        plan = StepPlan(steps, cache.copies, cache.swap_out, cache.swap_in)
         self.num_copied_blocks += len(cache.copies)
         cache.copies, cache.swap_out, cache.swap_in = [], [], []
         return plan
 
     def advance(self, sequence: Sequence, count: int) -> None:
         """Notes that the next `count` tokens of a sequence are in the cache now."""
-        sequence.num_computed += count
-        cache = self.cache
-        in_prompt = sequence.num_computed < len(sequence.token_ids)
-        if in_prompt or count > 1 or sequence.num_computed % cache.pool.block_size == 0:
-            cache.note_computed(sequence.table, sequence.token_ids, sequence.num_computed, sequence.salt)
-        if sequence.siblings and sequence.num_computed >= sequence.num_prompt:
+        sequence.num_computed = computed = sequence.num_computed + count
+        in_prompt = computed < len(sequence.token_ids)
+        if computed % self.cache.pool.block_size == 0 or count > 1 or in_prompt:
+            self.cache.note_computed(sequence.table, sequence.token_ids, computed, sequence.salt)
+        if sequence.siblings and computed >= sequence.num_prompt:
             self._let_siblings_go(sequence, forked=True)
 
     def record(self, seconds: float) -> None:
@@ -315,6 +300,36 @@ class Scheduler:
 
     def _place(self, sequence: Sequence) -> int:
         return bisect_left(self.running, sequence.rank, key=_rank)
+
+    def _plan_decodes(self, draft: _Draft) -> tuple[list[SequenceStep], list[Sequence]]:
+        """Plans the sequences that decode. Returns their steps, and the running sequences that are in their prompts.
+
+        All of them have blocks for a token more. In order of rank, so that nobody is a victim who was planned.
+        """
+        size = self.cache.pool.block_size
+        steps: list[SequenceStep] = []
+        prompts: list[Sequence] = []
+        context = 0
+        for sequence in self.running[:]:
+            if sequence.status is not Status.RUNNING:  # preempted by one before it
+                continue
+            tokens, table = sequence.token_ids, sequence.table
+            length = len(tokens)
+            in_prompt = length - sequence.num_computed > 1 or sequence.wants_prompt_logprobs
+            if in_prompt:
+                length = sequence.num_computed + 1
+            # The last group's table is as long as any that has to grow.
+            if length > len(table.blocks[-1]) * size and not self._grow(sequence, length):
+                continue
+            if in_prompt:
+                prompts.append(sequence)
+            else:
+                context += length
+                self.waiting.charge(sequence, 0, 1)
+                sample = sequence.sample_request()
+                steps.append(SequenceStep(sequence.seq_id, tokens[-1:], length - 1, table.blocks, sample))
+        draft.put_decodes(len(steps), context)
+        return steps, prompts
 
     def _grow(self, sequence: Sequence, num_tokens: int) -> bool:
         """Sees to it that a running sequence has blocks for so many tokens, preempting the last ones if need be.
@@ -398,6 +413,18 @@ class Scheduler:
             step.prompt_logprobs = sequence.params.prompt_logprobs
             step.next_prompt_token = tokens[end] if end < sequence.num_prompt else None
         return step
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """None of the thousands of small objects of a step is garbage, and Python would look for some again and again."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _rank(sequence: Sequence) -> tuple[float, int]:
