@@ -2,8 +2,9 @@
 
     python bench/scheduler.py
 
-Each line is the median of processor time over some steps in which all sequences decode, with prompts of the given length behind them:
-`schedule` and `advance` of the scheduler, and what the worker does to lay the step out as tensors. Then the pool alone.
+Each line is the median, in milliseconds of processor time, of steps in which all sequences decode, with prompts of the
+given length behind them: `schedule` and `advance` of the scheduler, and what the worker does to lay the step out as
+tensors. Then the pool alone.
 """
 
 import argparse
