@@ -14,6 +14,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from headrace.server.run import Exit
+
 PROGRAM = Path(sys.executable).with_name("headrace")
 
 
@@ -44,7 +46,7 @@ def url_in(greeting: str) -> str:
 def test_a_server_from_start_to_end(t0_directory: Path, tmp_path: Path, number: signal.Signals) -> None:
     config = tmp_path / "server.yaml"
     config.write_text(f"model: {t0_directory}\nserver_config: {{port: 0, served_model_name: [it's me]}}")
-    with serving("--config", config) as (process, greeting):
+    with serving("--config", config, "--shutdown-timeout", "0") as (process, greeting):
         curl = shlex.split(greeting[greeting.index("curl") :])
         assert curl[1] == url_in(greeting) + "/v1/chat/completions"
         body = json.loads(curl[curl.index("-d") + 1])
@@ -59,7 +61,7 @@ def test_a_server_from_start_to_end(t0_directory: Path, tmp_path: Path, number: 
             begin = time.monotonic()
             process.send_signal(number)
             rest = list(lines)
-        assert process.wait(20) == 0
+        assert process.wait(20) == Exit.CUT_OFF
         assert time.monotonic() - begin < 10
         assert "error" in json.loads(rest[-4].removeprefix("data: "))
         assert rest[-2] == "data: [DONE]"

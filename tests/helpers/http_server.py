@@ -1,5 +1,6 @@
 """A server over a model in this process, on a port of its own, and what T0 must answer by its NumPy forward pass."""
 
+import asyncio
 import threading
 import time
 from collections.abc import Iterator
@@ -11,13 +12,11 @@ from typing import Any
 import httpx
 import numpy as np
 import openai
-import uvicorn
 
 from headrace.config import EngineConfig
-from headrace.engine.async_engine import AsyncEngine
-from headrace.server.app import create_app
+from headrace.errors import HeadraceError
 from headrace.server.config import ServerConfig
-from headrace.server.run import bind
+from headrace.server.run import Server, bind, url_of
 from helpers.tiny import t0_config, t0_numpy_logits, t0_weights
 
 # The special tokens are there to be forged: nothing in a message may become one of them.
@@ -28,11 +27,11 @@ T0_TEMPLATE = (
 
 
 class RunningServer:
-    """A server that answers at `url`; `engine` is what it runs on."""
+    """A server that answers at `url`; `engine` is what it runs on, `thread` where; `exit_status` comes at its end."""
 
-    def __init__(self, url: str, engine: AsyncEngine) -> None:
-        self.url = url
-        self.engine = engine
+    def __init__(self, url: str, server: Server, thread: threading.Thread, exit_status: list[int]) -> None:
+        self.url, self.thread, self.exit_status = url, thread, exit_status
+        self.server, self.engine = server, server.engine
         self.http = httpx.Client(base_url=url, timeout=60)
         self.client = openai.OpenAI(base_url=f"{url}/v1", api_key="unused", max_retries=0, timeout=60)
 
@@ -52,22 +51,32 @@ class RunningServer:
 
 @contextmanager
 def running_server(model: Path, server: dict[str, Any] | None = None, **settings: Any) -> Iterator[RunningServer]:
-    config = ServerConfig(port=0, **(server or {}))
-    listener = bind(config)
-    engine = AsyncEngine(EngineConfig(model=str(model), **settings))
-    listener.listen()
-    runner = uvicorn.Server(uvicorn.Config(create_app(engine, config), log_config=None, log_level="warning"))
-    thread = threading.Thread(target=runner.run, kwargs={"sockets": [listener]})
-    thread.start()
-    try:
-        while not runner.started and thread.is_alive():
-            time.sleep(0.01)
-        running = RunningServer(f"http://127.0.0.1:{listener.getsockname()[1]}", engine)
-        with running.http, running.client:
-            yield running
-    finally:
-        runner.should_exit = True
-        thread.join()
+    config = ServerConfig(**({"port": 0, "shutdown_timeout": 0} | (server or {})))
+    with bind(config) as listener:
+        runner = Server(EngineConfig(model=str(model), **settings), config, listener)
+        errors: list[HeadraceError] = []
+
+        exit_status: list[int] = []
+
+        def run() -> None:
+            try:
+                exit_status.append(asyncio.run(runner.run()))
+            except HeadraceError as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        try:
+            while not runner.engine.is_ready and thread.is_alive():
+                time.sleep(0.01)
+            if errors:
+                raise errors[0]
+            running = RunningServer(url_of(config, listener), runner, thread, exit_status)
+            with running.http, running.client:
+                yield running
+        finally:
+            runner.should_exit = True
+            thread.join()
 
 
 @lru_cache

@@ -113,8 +113,8 @@ class TestIdOfTheClient:
         answers.append(self.post(server, "same", prompts[2], counts[2]))
         for answer, prompt, count in zip(answers, prompts, counts, strict=True):
             assert answer.json()["choices"][0]["text"] == t0_text(t0_greedy(list(prompt.encode()), count))
-        for ids in ([a.json()["id"] for a in answers], [a.headers["x-request-id"] for a in answers]):
-            assert len({*ids, "same"}) == 4
+        assert len({*(a.json()["id"] for a in answers), "same"}) == 4
+        assert [a.headers["x-request-id"] for a in answers] == ["same"] * 3, "it is the client's to say"
 
     def test_in_the_body(self, server: RunningServer) -> None:
         answer = server.post("completions", **self.BODY, prompt="a", max_tokens=2, request_id="same")

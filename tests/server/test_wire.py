@@ -9,8 +9,8 @@ import httpx
 import pytest
 
 from headrace.config import EngineConfig
-from headrace.server.app import model_names
 from headrace.server.config import ServerConfig
+from headrace.server.service import model_names
 from helpers.http_server import RunningServer
 
 HI = [{"role": "user", "content": "Hi"}]

@@ -9,9 +9,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+import torch
+
 from headrace.config import EngineConfig
 from headrace.engine.detokenizer import Detokenizer
-from headrace.engine.request import FinishReason, Request, TokenDelta
+from headrace.engine.request import FinishReason, Request, TokenDelta, check_request
+from headrace.engine.stats import EngineStats, ModelInfo
 from headrace.errors import HeadraceError, OverloadedError, RequestError
 from headrace.formats.open import open_checkpoint
 from headrace.kvcache.block_pool import BlockPool
@@ -46,45 +49,6 @@ class _Stream:
     is_queued: bool = True  # known to the scheduler: not while its grammar is being compiled
 
 
-@dataclass(frozen=True, slots=True)
-class EngineStats:
-    """Where the engine stands, for whoever exports it. What begins with `num_` but `num_blocks`, and the prefix cache's
-    tokens, are counts since the start; the rest is as of now. Sequences are counted where nothing else is said: a
-    request has `n` of them.
-
-    running, waiting: of them now. waiting_tokens: of the prompts of those that have not begun.
-    num_blocks, free_blocks, kept_blocks: of the KV cache in all; held by no sequence; and those of the free ones that
-        still hold the beginning of some. In use are `num_blocks - free_blocks`.
-    num_preemptions, num_swaps: all preemptions, and those in which the cache was moved to the host's memory; the
-        others are computed anew.
-    num_copied_blocks: blocks copied because two sequences shared them and one went on to write.
-    num_refused_requests, num_refused_tokens: requests that were refused because too many of them were waiting, or too
-        many tokens of prompts.
-    num_expired_waiting, num_expired_running: ended because their time was over, before and after they had begun.
-    num_aborted: ended because the client had gone or asked for it. num_finished: that came to an end of their own.
-    prefix_queried_tokens, prefix_hit_tokens: of the prompts that were looked up in the cache, and found there.
-    """
-
-    running: int
-    waiting: int
-    num_blocks: int
-    free_blocks: int
-    num_preemptions: int
-    num_steps: int
-    kept_blocks: int = 0
-    num_swaps: int = 0
-    num_copied_blocks: int = 0
-    waiting_tokens: int = 0
-    num_refused_requests: int = 0
-    num_refused_tokens: int = 0
-    num_expired_waiting: int = 0
-    num_expired_running: int = 0
-    num_aborted: int = 0
-    num_finished: int = 0
-    prefix_queried_tokens: int = 0
-    prefix_hit_tokens: int = 0
-
-
 class Engine:
     """Loads a model and runs requests, one step at a call. Not thread-safe: one thread owns it.
 
@@ -110,6 +74,7 @@ class Engine:
         self.scheduler = self._scheduler()
         self.num_steps = self.num_finished = self.num_aborted = 0
         self.num_expired_waiting = self.num_expired_running = 0
+        self.num_prompt_tokens = self.num_generated_tokens = 0
         self._random = random.Random(config.seed)
         self._streams: dict[int, _Stream] = {}  # by seq_id
         self._requests: dict[str, list[int]] = {}  # the unfinished seq_ids of each request
@@ -153,6 +118,24 @@ class Engine:
         return Grammars(self.tokenizer, self.vocab_size, self.eos_ids)
 
     @property
+    def info(self) -> ModelInfo:
+        worker, config = self.worker, self.config
+        isa = getattr(worker.ops, "isa", None)
+        return ModelInfo(
+            max_model_len=self.max_model_len,
+            vocab_size=self.vocab_size,
+            default_sampling=self.default_sampling,
+            num_blocks=worker.num_blocks,
+            block_size=worker.block_size,
+            cache_bytes=worker.cache_bytes,
+            architecture=worker.decoder.config.architecture,
+            dtype="float32" if config.dtype == "auto" else config.dtype,
+            kv_cache_dtype=config.kv_cache_dtype,
+            kernels=worker.ops.name + (f" ({isa})" if isa else ""),
+            threads=torch.get_num_threads(),
+        )
+
+    @property
     def has_work(self) -> bool:
         return self.scheduler.has_work or bool(self._compiling)
 
@@ -178,37 +161,14 @@ class Engine:
             num_finished=self.num_finished,
             prefix_queried_tokens=0 if index is None else index.num_queried_tokens,
             prefix_hit_tokens=0 if index is None else index.num_hit_tokens,
+            num_prompt_tokens=self.num_prompt_tokens,
+            num_generated_tokens=self.num_generated_tokens,
         )
 
     def check(self, request: Request) -> None:
         """Raises RequestError for a request that this model cannot serve. Any thread may call it."""
-        prompt, params = request.prompt_token_ids, request.params
-        if not prompt:
-            raise RequestError("the prompt is empty: it needs at least one token", "prompt")
-        if len(prompt) >= self.max_model_len:
-            raise RequestError(
-                f"the prompt has {len(prompt)} tokens and the context holds {self.max_model_len}, "
-                "of which at least one is for the output",
-                "prompt",
-            )
-        groups = (
-            ("prompt", prompt),
-            ("stop_token_ids", params.stop_token_ids),
-            ("logit_bias", params.logit_bias),
-            ("allowed_token_ids", params.allowed_token_ids),
-        )
-        for name, ids in groups:
-            for token in ids or ():
-                if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < self.vocab_size:
-                    raise RequestError(
-                        f"{name}: {token!r} is no token id; they go from 0 to {self.vocab_size - 1}", name
-                    )
-
-        self.scheduler.check(len(prompt), self._max_length(request))
-        for name in ("queue_timeout", "timeout"):
-            seconds = getattr(request, name)
-            if seconds is not None and not 0 <= seconds < float("inf"):
-                raise RequestError(f"{name} must be a number of seconds from 0 on, not {seconds!r}", name)
+        check_request(request, self.max_model_len, self.vocab_size)
+        self.scheduler.check(len(request.prompt_token_ids), self._max_length(request))
 
     def check_grammar(self, request: Request) -> None:
         """Raises RequestError for a grammar that cannot be enforced. Waits for it; any thread may call it."""
@@ -374,6 +334,9 @@ class Engine:
         sequence, params, token = stream.sequence, stream.sequence.params, sampled.token_id
         first = sequence.num_output == 0
         sequence.token_ids.append(token)
+        self.num_generated_tokens += 1
+        if first and sequence.index == 0:
+            self.num_prompt_tokens += sequence.num_prompt
         text, reason, cause = self._text(stream, token)
         error = None if sequence.constraint is None else sequence.constraint.error
         if reason is not None:
@@ -389,6 +352,7 @@ class Engine:
             finish_reason=reason,
             stop_reason=cause,
             cached_tokens=sequence.num_cached if first else None,
+            queue_time=sequence.begun - sequence.arrival if first else None,
             error=error,
         )
 

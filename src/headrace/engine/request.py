@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from headrace.errors import HeadraceError
+from headrace.errors import HeadraceError, RequestError
 from headrace.sampling.params import SamplingParams, TokenLogprob
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -31,6 +31,33 @@ class Request:
     timeout: float | None = None
 
 
+def check_request(request: Request, max_model_len: int, vocab_size: int) -> None:
+    """Raises RequestError for a request that a model of this context and vocabulary cannot serve."""
+    prompt, params = request.prompt_token_ids, request.params
+    if not prompt:
+        raise RequestError("the prompt is empty: it needs at least one token", "prompt")
+    if len(prompt) >= max_model_len:
+        raise RequestError(
+            f"the prompt has {len(prompt)} tokens and the context holds {max_model_len}, "
+            "of which at least one is for the output",
+            "prompt",
+        )
+    groups = (
+        ("prompt", prompt),
+        ("stop_token_ids", params.stop_token_ids),
+        ("logit_bias", params.logit_bias),
+        ("allowed_token_ids", params.allowed_token_ids),
+    )
+    for name, ids in groups:
+        for token in ids or ():
+            if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size:
+                raise RequestError(f"{name}: {token!r} is no token id; they go from 0 to {vocab_size - 1}", name)
+    for name in ("queue_timeout", "timeout"):
+        seconds = getattr(request, name)
+        if seconds is not None and not 0 <= seconds < float("inf"):
+            raise RequestError(f"{name} must be a number of seconds from 0 on, not {seconds!r}", name)
+
+
 @dataclass(slots=True)
 class TokenDelta:
     """What one step added to one sequence of a request.
@@ -45,6 +72,7 @@ class TokenDelta:
     stop_reason: the stop string or the stop token id that ended it; "timeout" for an abort when its time was over; None
         for the model's own end-of-sequence tokens.
     cached_tokens: on the first delta with a token, how many tokens of the prompt were in the cache already.
+    queue_time: with it, how many seconds the sequence has waited for its turn.
     error: on the last delta of a sequence that was given up, before it began or within its grammar, why.
     """
 
@@ -57,6 +85,7 @@ class TokenDelta:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     cached_tokens: int | None = None
+    queue_time: float | None = None
     error: HeadraceError | None = None
 
 

@@ -395,6 +395,7 @@ class Scheduler:
         insort(self.running, sequence, key=_rank)
         sequence.num_computed = computed
         if sequence.num_cached is None:
+            sequence.begun = self.clock()
             sequence.num_cached = min(computed, sequence.num_prompt)
             if self.cache.index is not None and not sequence.wants_prompt_logprobs:
                 self.cache.index.num_queried_tokens += sequence.num_prompt

@@ -33,7 +33,8 @@ class Sequence:
     queue_deadline, deadline: moments of the scheduler's clock by which it must have begun and have finished.
     siblings: the other sequences of its request, which wait for it to compute the prompt.
     leader: the sequence from which it is forked, until it has been admitted for the first time.
-    arrival: when it was queued. rank: its place in the policy's order; the lowest goes first and gives way last.
+    arrival, begun: when it was queued, and when it was first admitted.
+    rank: its place in the policy's order; the lowest goes first and gives way last.
     num_computed: how many of its tokens have keys and values in the cache. All of them but the last, once it decodes;
         none after a preemption by recompute.
     num_cached: how many tokens of its prompt were in the cache when it was first admitted; None before that.
@@ -59,6 +60,7 @@ class Sequence:
     leader: "Sequence | None" = None
     status: Status = Status.HELD
     arrival: float = 0.0
+    begun: float = 0.0
     rank: tuple[float, int] = (0.0, 0)
     table: BlockTable = field(default_factory=BlockTable)
     num_computed: int = 0

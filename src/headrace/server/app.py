@@ -1,48 +1,38 @@
 """The routes of OpenAI's API over one engine."""
 
 import asyncio
-import time
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import Any
 
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
-from starlette.responses import Response
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import HTMLResponse, Response
 
 from headrace import __version__
-from headrace.config import EngineConfig
 from headrace.errors import HeadraceError
-from headrace.formats.package_models import DEFAULT_MODEL
 from headrace.server.chat import chat_chunks, chat_completion
 from headrace.server.completions import completion, completion_chunks
-from headrace.server.config import ServerConfig
 from headrace.server.errors import ApiError, JsonResponse, as_api_error, error_response
 from headrace.server.guard import Guard
-from headrace.server.stream import EventStream, run_together
+from headrace.server.metrics import CONTENT_TYPE
+from headrace.server.openapi import docs_page, openapi_document
+from headrace.server.service import Service
+from headrace.server.stream import EventStream
 from headrace.server.translate import chat_job, check_model, completion_job
 
-if TYPE_CHECKING:
-    from headrace.engine.async_engine import AsyncEngine
+Route = Callable[[Request], Awaitable[Response]]
 
 
-def create_app(engine: "AsyncEngine", config: ServerConfig) -> FastAPI:
-    """The application. It starts the engine when it starts, and stops it when it ends."""
-    names = model_names(engine.config, config)
-    created = int(time.time())
-
-    @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncGenerator[None, None]:
-        engine.start()
-        yield
-        await engine.stop()
-
-    app = FastAPI(lifespan=lifespan, redirect_slashes=False, openapi_url=None)
-    app.add_middleware(Guard, max_body_size=config.max_body_size)
+def create_app(service: Service) -> FastAPI:
+    """The application; its engine is started and stopped by others."""
+    app = FastAPI(redirect_slashes=False, openapi_url=None)
+    engine, names, config = service.engine, service.names, service.config
 
     async def on_error(request: Request, error: Exception) -> Response:
-        return error_response(as_api_error(error, request.state.request_id))
+        api_error = as_api_error(error, request.state.request_id)
+        service.metrics.error(api_error.reason)
+        return error_response(api_error)
 
     for kind in (ApiError, HeadraceError, HTTPException):
         app.add_exception_handler(kind, on_error)
@@ -51,23 +41,36 @@ def create_app(engine: "AsyncEngine", config: ServerConfig) -> FastAPI:
         return {
             "id": name,
             "object": "model",
-            "created": created,
+            "created": service.created,
             "owned_by": "headrace",
             "max_model_len": engine.max_model_len,
         }
 
-    def require_engine() -> None:
-        if not engine.is_alive:
-            raise ApiError(503, "the engine does not run; the server's log tells why")
-
     @app.get("/health")
     async def health() -> Response:
-        require_engine()
+        service.require_alive()
         return JsonResponse({"status": "ok"})
+
+    @app.get("/ready")
+    async def ready() -> Response:
+        service.require_ready()
+        return JsonResponse({"status": "ready"})
 
     @app.get("/version")
     async def version() -> Response:
         return JsonResponse({"version": __version__})
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(service.metrics.render(), headers={"content-type": CONTENT_TYPE})
+
+    @app.get("/openapi.json")
+    async def openapi() -> Response:
+        return JsonResponse(openapi_document(config.root_path, has_keys=bool(service.keys.keys)))
+
+    @app.get("/docs")
+    async def docs() -> Response:
+        return HTMLResponse(docs_page(openapi_document(config.root_path, has_keys=bool(service.keys.keys))))
 
     @app.get("/v1/models")
     async def models() -> Response:
@@ -78,24 +81,35 @@ def create_app(engine: "AsyncEngine", config: ServerConfig) -> FastAPI:
         check_model(name, names)
         return JsonResponse(model_object(name))
 
-    @app.post("/v1/chat/completions")
-    async def chat(request: Request) -> Response:
-        job = await asyncio.to_thread(chat_job, engine, names, await json_body(request))
-        require_engine()  # a stream that has begun cannot say 503 any more
-        deltas = run_together(engine, job.requests)
-        if job.body.stream:
-            return EventStream(chat_chunks(job, engine.tokenizer, deltas), request.state.request_id)
-        return JsonResponse(await chat_completion(job, engine.tokenizer, deltas))
+    def generation(make_job: Any, whole: Any, chunks: Callable[..., AsyncGenerator[dict[str, Any], None]]) -> Route:
+        """A route that generates. make_job: checks its body. whole, chunks: make the answer, in one or many pieces."""
 
-    @app.post("/v1/completions")
-    async def completions(request: Request) -> Response:
-        job = await asyncio.to_thread(completion_job, engine, names, await json_body(request))
-        require_engine()  # a stream that has begun cannot say 503 any more
-        deltas = run_together(engine, job.requests)
-        if job.body.stream:
-            return EventStream(completion_chunks(job, engine.tokenizer, deltas), request.state.request_id)
-        return JsonResponse(await completion(job, engine.tokenizer, deltas))
+        async def route(request: Request) -> Response:
+            job = await asyncio.to_thread(make_job, engine, names, await json_body(request))
+            if request.state.key is not None:
+                for each in job.requests:
+                    request.state.key.apply(each)
+            answer = await engine.submit(job.requests)
+            request.state.on_end.callback(answer.close)
+            if job.body.stream:
+                return EventStream(chunks(job, engine.tokenizer, answer), request.state.request_id, service.metrics)
+            return JsonResponse(await whole(job, engine.tokenizer, answer))
 
+        return route
+
+    app.post("/v1/chat/completions")(generation(chat_job, chat_completion, chat_chunks))
+    app.post("/v1/completions")(generation(completion_job, completion, completion_chunks))
+
+    app.add_middleware(Guard, service=service)
+    if config.allowed_origins:  # around the guard: a browser asks whether it may come before it sends a key
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=config.allowed_origins,
+            allow_methods=config.allowed_methods or ["*"],
+            allow_headers=config.allowed_headers or ["*"],
+            allow_credentials=config.allow_credentials,
+            expose_headers=["x-request-id", "retry-after"],
+        )
     return app
 
 
@@ -106,13 +120,3 @@ async def json_body(request: Request) -> bytes:
         message = "send JSON, uncompressed, with the header 'Content-Type: application/json'"
         raise ApiError(415, message, code="unsupported_media_type")
     return await request.body()
-
-
-def model_names(engine_config: EngineConfig, config: ServerConfig) -> list[str]:
-    """What clients may call the model: what the config says, or else its name on the hub, or that of its file."""
-    if config.served_model_name:
-        return config.served_model_name
-    model = engine_config.model
-    if model == "default":
-        return [DEFAULT_MODEL.file.removesuffix(".gguf"), model]
-    return [Path(model).resolve().name.removesuffix(".gguf") if Path(model).exists() else model]

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import traceback
 from typing import Any
 
 from starlette.datastructures import Headers
@@ -14,7 +15,10 @@ logger = logging.getLogger(__name__)
 
 
 class ApiError(Exception):
-    """An error with its HTTP status. `param` names the field of the request at fault, `code` the kind of error."""
+    """An error with its HTTP status. `param` names the field of the request at fault, `code` the kind of error.
+
+    closes: the connection is of no more use, as there is unread data on it.
+    """
 
     def __init__(
         self,
@@ -24,16 +28,25 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         headers: dict[str, str] | None = None,
+        closes: bool = False,
     ) -> None:
         super().__init__(message)
         self.status = status
         self.param = param
         self.code = code
-        self.headers = headers
+        self.headers = (headers or {}) | ({"connection": "close"} if closes else {})
+
+    @property
+    def kind(self) -> str:
+        return "invalid_request_error" if self.status < 500 else "server_error"
+
+    @property
+    def reason(self) -> str:
+        """What it is counted as."""
+        return self.code or self.kind
 
     def body(self) -> dict[str, Any]:
-        kind = "invalid_request_error" if self.status < 500 else "server_error"
-        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+        return {"error": {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}}
 
 
 class JsonResponse(Response):
@@ -73,5 +86,7 @@ def as_api_error(error: Exception, request_id: str) -> ApiError:
             return ApiError(error.status_code, str(error.detail))
         case HeadraceError():
             return ApiError(503, str(error))
-    logger.error("request %s failed", request_id, exc_info=error)
+    # Not the error's own text, which may quote what the client said.
+    where = "".join(traceback.format_tb(error.__traceback__))
+    logger.error("a %s ended a request:\n%s", type(error).__name__, where, extra={"request_id": request_id})
     return ApiError(500, f"an internal error; the server's log tells more of request {request_id}")

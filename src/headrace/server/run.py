@@ -1,4 +1,4 @@
-"""Runs the server in this process: takes the port, loads the model, serves until a signal."""
+"""Runs the server: takes the port, listens, has the model loaded, serves until a signal, and ends in order."""
 
 import asyncio
 import contextlib
@@ -8,22 +8,42 @@ import logging
 import shlex
 import signal
 import socket
+import ssl
+import stat
+import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from enum import IntEnum
+from pathlib import Path
 
 import uvicorn
 
 from headrace.config import EngineConfig
-from headrace.errors import ConfigError, RequestError
-from headrace.server.app import create_app, model_names
+from headrace.engine.stats import EngineStats
+from headrace.errors import ConfigError, HeadraceError, RequestError
+from headrace.server.app import create_app
 from headrace.server.config import ServerConfig
+from headrace.server.connection import Connection, connection_limit
+from headrace.server.service import Service
 
-if TYPE_CHECKING:
-    from headrace.engine.async_engine import AsyncEngine
+logger = logging.getLogger(__name__)
+
+STATUS_SECONDS = 10.0
+LAST_WORDS_SECONDS = 2  # for errors to reach the clients whose answers were cut off
+
+
+class Exit(IntEnum):
+    """Why the server has ended. (2 is a wrong command line.)"""
+
+    DONE = 0  # told to, and all that ran was finished
+    ERROR = 1  # the model, the settings or the machine do not allow it
+    ENGINE_DIED = 3
+    CUT_OFF = 4  # told to, and answers had to be cut off: the time for them was over, or there was a second signal
 
 
 def bind(config: ServerConfig) -> socket.socket:
     """A socket that has the address, but does not accept connections yet. Raises ConfigError where it cannot be had."""
+    if config.uds is not None:
+        return _bind_unix(Path(config.uds))
     try:
         address = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     except (OSError, UnicodeError):
@@ -36,6 +56,25 @@ def bind(config: ServerConfig) -> socket.socket:
     except OSError as error:
         listener.close()
         raise _cannot_bind(config, error) from None
+    return listener
+
+
+def _bind_unix(path: Path) -> socket.socket:
+    """As `bind`. A socket that a server has left behind is replaced; one that a server listens on is not."""
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        if path.exists() and stat.S_ISSOCK(path.stat().st_mode):
+            with socket.socket(socket.AF_UNIX) as probe:
+                if probe.connect_ex(str(path)) == errno.ECONNREFUSED:
+                    path.unlink()
+        listener.bind(str(path))
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            raise ConfigError(
+                f"{path} is in use: end the program that listens there, or choose another --uds"
+            ) from None
+        raise ConfigError(f"cannot listen on {path}: {error.strerror or error}") from None
     return listener
 
 
@@ -52,73 +91,185 @@ def _cannot_bind(config: ServerConfig, error: OSError) -> ConfigError:
 
 
 def serve(engine_config: EngineConfig, config: ServerConfig, listener: socket.socket) -> int:
-    """Loads the model and serves it on `listener`. Returns the exit status once a signal has ended it."""
-    from headrace.engine.async_engine import AsyncEngine
+    """Loads the model and serves it on `listener`. Returns the exit status once it has ended; see `Exit`.
 
-    engine = AsyncEngine(engine_config)
-    app = create_app(engine, config)
+    Raises HeadraceError where the model cannot be loaded.
+    """
     try:
-        listener.listen(2048)
-    except OSError as error:  # another program has bound it as we did, and was faster
-        raise _cannot_bind(config, error) from None
-    settings = uvicorn.Config(
-        app,
-        log_config=None,
-        log_level="info" if config.access_log else "warning",
-        access_log=config.access_log,
-        server_header=False,
-        timeout_graceful_shutdown=2,
-    )
-    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
-    greeting = ready_message(url_of(config, listener), model_names(engine.config, config)[0], takes_chats(engine))
-    asyncio.run(Server(settings, engine, greeting).serve(sockets=[listener]))
-    return 0
+        server = Server(engine_config, config, listener)
+        return asyncio.run(server.run())
+    finally:
+        listener.close()
+        if config.uds is not None:
+            Path(config.uds).unlink(missing_ok=True)
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server, which says when it is ready, and which ends at once and in order on SIGINT and SIGTERM."""
+    """uvicorn's server, with an engine beside it.
 
-    def __init__(self, config: uvicorn.Config, engine: "AsyncEngine", greeting: str) -> None:
-        super().__init__(config)
-        self.engine = engine
-        self.greeting = greeting
+    It answers from the first moment on; `/ready` says 503 until the model is loaded. At the first SIGINT or SIGTERM new
+    requests are refused while those that run go on; at the second, or when the time is over, all ends.
+    """
+
+    def __init__(self, engine_config: EngineConfig, config: ServerConfig, listener: socket.socket) -> None:
+        self.settings, self.listener = config, listener
+        self.service = Service(engine_config, config)
+        self.engine = self.service.engine
+        super().__init__(self._uvicorn_config())
+        self.was_cut_off = self.is_hurried = False
+        self.error: HeadraceError | None = None
+
+    def _uvicorn_config(self) -> uvicorn.Config:
+        settings = self.settings
+        try:
+            self.listener.listen(2048)
+        except OSError as error:  # another program has bound it as we did, and was faster
+            raise _cannot_bind(settings, error) from None
+        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # what it says there, it has told the client
+        config = uvicorn.Config(
+            create_app(self.service),
+            http=Connection.with_settings(settings, connection_limit(settings)),
+            ws="none",
+            lifespan="off",
+            loop="asyncio",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            root_path=settings.root_path,
+            ssl_certfile=settings.ssl_certfile,
+            ssl_keyfile=settings.ssl_keyfile,
+            timeout_graceful_shutdown=LAST_WORDS_SECONDS,
+        )
+        try:
+            config.load()
+        except (ssl.SSLError, OSError) as error:
+            files = f"{settings.ssl_certfile} and {settings.ssl_keyfile}"
+            raise ConfigError(f"{files} are not a certificate and its key: {error.strerror or error}") from None
+        return config
+
+    async def run(self) -> int:  # type: ignore[override]
+        """Serves until the end. Returns the exit status. Raises HeadraceError where the model cannot be loaded."""
+        await self.serve(sockets=[self.listener])
+        if self.error is not None:
+            raise self.error
+        if self.engine_died:
+            return Exit.ENGINE_DIED
+        return Exit.CUT_OFF if self.was_cut_off else Exit.DONE
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        print(self.greeting, flush=True)
+        self.engine_died = False
+        self.tasks = [asyncio.create_task(self._load()), asyncio.create_task(self._report())]
+
+    async def _load(self) -> None:
+        try:
+            await self.engine.start()
+        except HeadraceError as error:
+            self.error, self.should_exit = error, True
+            return
+        print(self.greeting(), flush=True)
+
+    async def on_tick(self, counter: int) -> bool:
+        if self.engine.death is not None and self.error is None:
+            self.engine_died = True
+            return True
+        return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        await self.engine.stop()  # ends what runs, so that nobody has to be waited for
+        patience = self.settings.shutdown_timeout
+        self.service.drains_until = time.monotonic() + patience
+        if self.engine.is_ready and self.engine.num_unfinished:
+            logger.info("ending; up to %g s for %d requests to finish", patience, self.engine.num_unfinished)
+        # Also those whose last tokens are on their way to the client.
+        while self.engine.is_ready and (self.engine.num_unfinished or self._is_answering()):
+            if self.is_hurried or time.monotonic() > self.service.drains_until:
+                self.was_cut_off = True
+                break
+            await asyncio.sleep(0.02)
+        for task in self.tasks:
+            task.cancel()
+        await asyncio.gather(*self.tasks, return_exceptions=True)
+        await self.engine.stop()
         await super().shutdown(sockets)
+
+    def _is_answering(self) -> bool:
+        return bool(self.server_state.tasks)
+
+    def handle_exit(self, sig: int, frame: object) -> None:
+        self.is_hurried = self.should_exit
+        self.should_exit = True
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         # uvicorn's own raises the signal again at the end, so that a server that was told to end seems to have failed.
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self.handle_exit)
+        with contextlib.suppress(ValueError):  # a server in a thread hears of no signals
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, self.handle_exit)
         yield
+
+    async def _report(self) -> None:
+        """A line on where the engine stands, every few seconds in which something happened."""
+        before, at = EngineStats(), time.monotonic()
+        while True:
+            await asyncio.sleep(STATUS_SECONDS)
+            if self.engine.is_ready:
+                now, moment = self.engine.stats(), time.monotonic()
+                if now != before:
+                    logger.info("%s", status_line(before, now, moment - at))
+                before, at = now, moment
+
+    def greeting(self) -> str:
+        """What is served and how, where it is, and a command to try it with."""
+        info, model = self.engine.info, self.service.names[0]
+        tokens = info.num_blocks * info.block_size
+        about = (
+            f"{model}: {info.architecture}, weights {info.scheme}, computed in {info.dtype}; kernels {info.kernels}, "
+            f"{info.threads} thread{'s' if info.threads > 1 else ''}\n"
+            f"KV cache: {tokens} tokens ({info.cache_bytes / 2**20:.0f} MiB), context {info.max_model_len} tokens\n"
+        )
+        body: dict[str, object] = {"model": model}
+        if takes_chats(self.service):
+            route, body["messages"] = "/v1/chat/completions", [{"role": "user", "content": "What is a mill race?"}]
+        else:
+            route, body["prompt"] = "/v1/completions", "A mill race is"
+        url, options = url_of(self.settings, self.listener), ""
+        if self.settings.uds is not None:
+            options += f" --unix-socket {shlex.quote(self.settings.uds)}"
+        if self.service.keys.keys:
+            options += " -H 'Authorization: Bearer '$KEY"
+        data = shlex.quote(json.dumps(body))
+        curl = f"curl{options} {url}{route} -H 'Content-Type: application/json' -d {data}"
+        return f"{about}Serving {model} on {url}/v1. Try:\n\n  {curl}\n"
+
+
+def status_line(before: EngineStats, now: EngineStats, seconds: float) -> str:
+    """What has happened between two moments, and where the engine stands at the second."""
+
+    def rate(attribute: str) -> float:
+        return float(getattr(now, attribute) - getattr(before, attribute)) / seconds
+
+    queried = now.prefix_queried_tokens - before.prefix_queried_tokens
+    hits = (now.prefix_hit_tokens - before.prefix_hit_tokens) / queried if queried else 0.0
+    return (
+        f"prompts {rate('num_prompt_tokens'):.1f} tokens/s, output {rate('num_generated_tokens'):.1f} tokens/s, "
+        f"running {now.running}, waiting {now.waiting}, "
+        f"KV cache {1 - now.free_blocks / max(1, now.num_blocks):.1%} in use, prefix hits {hits:.1%}"
+    )
 
 
 def url_of(config: ServerConfig, listener: socket.socket) -> str:
     """Where this machine reaches the server."""
+    scheme = "https" if config.ssl_certfile else "http"
+    if config.uds is not None:
+        return f"{scheme}://localhost"
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.host, config.host)
-    return f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
 
 
-def takes_chats(engine: "AsyncEngine") -> bool:
+def takes_chats(service: Service) -> bool:
     try:
-        engine.tokenizer.encode_chat([{"role": "user", "content": "Hello"}])
+        service.engine.tokenizer.encode_chat([{"role": "user", "content": "Hello"}])
     except RequestError:
         return False
     return True
-
-
-def ready_message(url: str, model: str, has_chat: bool) -> str:
-    """Where the server is, and a command to try it with."""
-    body: dict[str, object] = {"model": model}
-    if has_chat:
-        route, body["messages"] = "/v1/chat/completions", [{"role": "user", "content": "What is a mill race?"}]
-    else:
-        route, body["prompt"] = "/v1/completions", "A mill race is"
-    data = shlex.quote(json.dumps(body))
-    return f"Serving {model} on {url}/v1. Try:\n\n  curl {url}{route} -H 'Content-Type: application/json' -d {data}\n"

@@ -24,6 +24,7 @@ class Worker:
 
     max_model_len: the longest sequence, prompt and output, that this model takes on this machine.
     layout: how the layers share the blocks of the cache. num_blocks: of those; num_host_blocks: of those to swap to.
+    cache_bytes: what the KV cache takes of the memory.
     Raises ModelError, or CapacityError where the asked for context does not fit in memory.
     """
 
@@ -46,6 +47,7 @@ class Worker:
             size = size_cache(config, self.decoder.config, kv_dtype, available_memory())
             self.layout, self.max_model_len = size.layout, size.max_model_len
             self.num_blocks, self.num_host_blocks = size.num_blocks, size.num_host_blocks
+            self.cache_bytes = size.num_blocks * size.block_bytes
             self._pages = self._kv_caches(self.num_blocks, kv_dtype)
             self._host_pages = self._kv_caches(self.num_host_blocks, kv_dtype) if self.num_host_blocks else []
             self.caches = [self._pages[place] for _, place in self.layout.places]
