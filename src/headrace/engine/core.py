@@ -1,6 +1,7 @@
 """The step loop: requests in, steps through scheduler and worker, tokens out."""
 
 import logging
+import math
 import random
 import time
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from headrace.engine.detokenizer import Detokenizer
 from headrace.engine.request import FinishReason, Request, TokenDelta, check_request
 from headrace.engine.stats import EngineStats, ModelInfo
 from headrace.errors import HeadraceError, OverloadedError, RequestError
+from headrace.formats.checkpoint import Checkpoint
 from headrace.formats.open import open_checkpoint
 from headrace.kvcache.block_pool import BlockPool
 from headrace.kvcache.manager import CacheManager
@@ -66,6 +68,7 @@ class Engine:
             k: checkpoint.generation_config[k] for k in settings if checkpoint.generation_config.get(k) is not None
         }
         self.worker = Worker(config, checkpoint)
+        self._scheme = _scheme(config, checkpoint)
         self.max_model_len = self.worker.max_model_len
         self.vocab_size = self.worker.decoder.config.vocab_size
         # A tokenizer may know more tokens than the model has rows for; what is never drawn ends nothing.
@@ -125,10 +128,10 @@ class Engine:
             max_model_len=self.max_model_len,
             vocab_size=self.vocab_size,
             default_sampling=self.default_sampling,
-            num_blocks=worker.num_blocks,
-            block_size=worker.block_size,
+            cache_tokens=int(worker.num_blocks / worker.layout.blocks_for(self.max_model_len) * self.max_model_len),
             cache_bytes=worker.cache_bytes,
             architecture=worker.decoder.config.architecture,
+            scheme=self._scheme,
             dtype="float32" if config.dtype == "auto" else config.dtype,
             kv_cache_dtype=config.kv_cache_dtype,
             kernels=worker.ops.name + (f" ({isa})" if isa else ""),
@@ -392,6 +395,14 @@ class Engine:
         unfinished.remove(seq_id)
         if not unfinished:
             del self._requests[stream.request_id]
+
+
+def _scheme(config: EngineConfig, checkpoint: Checkpoint) -> str:
+    """How the weights are coded, as the first layer's smallest matrix shows it."""
+    matrices = {name: math.prod(shape) for name, shape in checkpoint.shapes().items() if len(shape) == 2}
+    first = {name: size for name, size in matrices.items() if ".layers.0." in name} or matrices
+    stored = checkpoint.read(min(first, key=lambda name: first[name])).coding if first else ""
+    return stored if config.quantization is None else f"{stored}, coded as {config.quantization}"
 
 
 def _earliest(now: float, *timeouts: float | None) -> float | None:

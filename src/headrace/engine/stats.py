@@ -11,15 +11,14 @@ class ModelInfo:
     max_model_len: prompt and output of a sequence hold at most so many tokens.
     vocab_size: token ids are below it.
     default_sampling: the sampling settings in the model's generation_config.json.
-    num_blocks, block_size: the KV cache, in blocks and tokens per block. cache_bytes: what it takes of the memory.
+    cache_tokens: what the KV cache holds of long sequences. cache_bytes: what it takes of the memory.
     architecture, scheme, dtype, kv_cache_dtype, kernels: for people to read; threads: of the CPU.
     """
 
     max_model_len: int
     vocab_size: int
     default_sampling: dict[str, Any] = field(default_factory=dict)
-    num_blocks: int = 0
-    block_size: int = 0
+    cache_tokens: int = 0
     cache_bytes: int = 0
     architecture: str = ""
     scheme: str = ""

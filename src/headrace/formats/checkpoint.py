@@ -60,6 +60,11 @@ class Weight(ABC):
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """All values as a dense tensor of `shape`, converted by value, in memory of its own."""
 
+    @property
+    @abstractmethod
+    def coding(self) -> str:
+        """How the values are stored, in a word or two."""
+
     def integers(self) -> IntegerWeight | None:
         """A matrix as the whole numbers that are stored; None for one that is stored as plain numbers."""
         return None
@@ -72,6 +77,10 @@ class DenseWeight(Weight):
         self.data = data
         self.shape = tuple(data.shape)
 
+    @property
+    def coding(self) -> str:
+        return str(self.data.dtype).removeprefix("torch.")
+
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return self.data.to(dtype, copy=True)
 
@@ -82,6 +91,10 @@ class CodedWeight(Weight):
     def __init__(self, coded: IntegerWeight, activation_bits: int | None = None) -> None:
         self.coded, self.activation_bits = coded, activation_bits
         self.shape = tuple(coded.codes.shape)
+
+    @property
+    def coding(self) -> str:
+        return f"int{self.coded.bits} in groups of {self.coded.group_size}"
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return self.coded.dequantize().to(dtype)

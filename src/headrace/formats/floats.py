@@ -16,6 +16,10 @@ class FloatWeight(Weight):
         self.data, self.scales, self.group_size = data, scales, group_size
         self.shape = tuple(data.shape)
 
+    @property
+    def coding(self) -> str:
+        return str(self.data.dtype).removeprefix("torch.")
+
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         scales = self.scales
         if self.group_size is not None:

@@ -60,6 +60,10 @@ class GGMLWeight(Weight):
         self.block_type = block_type
         self.shape = shape
 
+    @property
+    def coding(self) -> str:
+        return self.block_type.name
+
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         values = torch.empty(self.shape, dtype=dtype)
         size = self.block_type.block_size

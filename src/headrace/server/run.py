@@ -222,11 +222,10 @@ class Server(uvicorn.Server):
     def greeting(self) -> str:
         """What is served and how, where it is, and a command to try it with."""
         info, model = self.engine.info, self.service.names[0]
-        tokens = info.num_blocks * info.block_size
         about = (
             f"{model}: {info.architecture}, weights {info.scheme}, computed in {info.dtype}; kernels {info.kernels}, "
             f"{info.threads} thread{'s' if info.threads > 1 else ''}\n"
-            f"KV cache: {tokens} tokens ({info.cache_bytes / 2**20:.0f} MiB), context {info.max_model_len} tokens\n"
+            f"KV cache: {info.cache_tokens} tokens ({info.cache_bytes / 2**20:.0f} MiB), context {info.max_model_len} tokens\n"
         )
         body: dict[str, object] = {"model": model}
         if takes_chats(self.service):
