@@ -225,7 +225,8 @@ class Server(uvicorn.Server):
         about = (
             f"{model}: {info.architecture}, weights {info.scheme}, computed in {info.dtype}; kernels {info.kernels}, "
             f"{info.threads} thread{'s' if info.threads > 1 else ''}\n"
-            f"KV cache: {info.cache_tokens} tokens ({info.cache_bytes / 2**20:.0f} MiB), context {info.max_model_len} tokens\n"
+            f"KV cache: {info.cache_tokens} tokens ({info.cache_bytes / 2**20:.0f} MiB), "
+            f"context {info.max_model_len} tokens\n"
         )
         body: dict[str, object] = {"model": model}
         if takes_chats(self.service):
