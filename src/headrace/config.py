@@ -41,7 +41,8 @@ class EngineConfig:
     priority_ageing: seconds of waiting that make up for one class of priority.
     long_prefill_token_threshold: most tokens of one prompt in a step; 0 for no limit but that of the step.
     target_itl_ms: most milliseconds between two tokens of a stream while prompts are run beside it in chunks; 0 for no
-        such limit; by default 200, or where a step without prompts takes more than 100, twice that.
+        such limit. By default none but on a CPU, where it is 200, or where a step without prompts takes more than 100,
+        twice that.
     max_waiting_requests: most sequences in the queue; what comes beyond that is refused.
     max_waiting_tokens: most tokens in the prompts in the queue.
     queue_timeout: seconds after which a request that has not begun is refused; None for never.

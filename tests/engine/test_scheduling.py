@@ -9,6 +9,7 @@ from headrace import LLM, SamplingParams
 from headrace.config import EngineConfig
 from headrace.engine.request import Request
 from headrace.errors import ConfigError, OverloadedError
+from headrace.ops.reference import Ops
 from helpers.t0_engine import numpy_greedy, random_prompt, t0_llm
 
 PROMPTS = [random_prompt(n) for n in (1, 15, 16, 17, 32, 33, 70)]
@@ -65,6 +66,18 @@ def test_the_continuations_of_a_prompt_share_it(t0_dir: Path, prefix: bool) -> N
     drawn = SamplingParams(n=4, temperature=1.5, seed=3, max_tokens=20, ignore_eos=True)
     single = [llm.generate(p, SamplingParams(temperature=1.5, seed=3, max_tokens=20, ignore_eos=True)) for p in PROMPTS]
     assert tokens(llm, params=drawn)[::4] == [o.outputs[0].token_ids for (o,) in single]
+
+
+def test_steps_are_limited_in_time_by_default_on_a_cpu_only(t0_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def target(**settings: Any) -> float | None:
+        return t0_llm(t0_dir, backend="reference", **settings).engine.scheduler.limits.target_itl
+
+    assert target() is None, "the scheduler chooses"
+    assert target(target_itl_ms=50) == 0.05
+    assert target(target_itl_ms=0) == 0
+    monkeypatch.setattr(Ops, "device", "cuda")
+    assert target() == 0
+    assert target(target_itl_ms=50) == 0.05
 
 
 def test_time_that_is_over(t0_dir: Path) -> None:

@@ -186,10 +186,19 @@ def test_attention_does_not_see_what_others_left_in_its_blocks(window: int | Non
     torch.testing.assert_close(OPS.attention(query, r.cache, r.batch, scale=1.0, window=window), before, rtol=0, atol=0)
 
 
+def int8_scales(rows: np.ndarray) -> np.ndarray:
+    """The smallest float16 at or above max|x| / 127 of each row, by NumPy's own neighbours of a float16."""
+    exact = np.abs(rows).max(-1, keepdims=True) / np.float32(127)
+    with np.errstate(over="ignore"):
+        nearest = exact.astype(np.float16)
+        above = np.where(nearest < exact, np.nextafter(nearest, np.float16(np.inf)), nearest)
+    return np.minimum(above, np.finfo(np.float16).max)
+
+
 def int8_and_back(x: Tensor) -> Tensor:
     """What an int8 cache must make of `[..., D]`, by the formula, in NumPy."""
     rows = x.float().numpy()
-    scale = (np.abs(rows).max(-1, keepdims=True) / np.float32(127)).astype(np.float32)
+    scale = int8_scales(rows).astype(np.float32)
     codes = np.rint(np.divide(rows, scale, out=np.zeros_like(rows), where=scale > 0))
     assert np.abs(codes).max() <= 127
     return torch.from_numpy(codes * scale)
@@ -197,23 +206,26 @@ def int8_and_back(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_int8_cache_is_the_formula(dtype: torch.dtype) -> None:
+    """From scales that are subnormal float16 to nearly the largest."""
     cache = OPS.kv_cache(5, 4, KV_HEADS, DIM, torch.int8)
     assert cache.keys.dtype == cache.values.dtype == torch.int8
-    magnitudes = 10.0 ** torch.arange(-3, 4)[:, None, None]
+    magnitudes = 10.0 ** torch.tensor([-5, -4, -3, 0, 3, 5, 6])[:, None, None]
     key, value = ((torch.randn(7, KV_HEADS, DIM) * magnitudes).to(dtype) for _ in range(2))
     slots = torch.tensor([19, 0, 7, 3, 4, 12, 11])
     OPS.store_kv(key, value, cache, slots)
     for stored, scales, x in ((cache.keys, cache.key_scales, key), (cache.values, cache.value_scales, value)):
         assert scales is not None
-        back = stored.flatten(1, 2)[:, slots].float() * scales.flatten(1, 2)[:, slots, None]
-        torch.testing.assert_close(back.transpose(0, 1), int8_and_back(x), rtol=1e-6, atol=0)
-        error = (back.transpose(0, 1) - x.float()).abs().amax(-1)
-        assert (error <= x.float().abs().amax(-1) / 254 * (1 + 1e-5)).all()
+        assert scales.dtype == torch.float16
+        own = scales.flatten(1, 2)[:, slots, None].float().transpose(0, 1)
+        assert np.array_equal(own.numpy(), int8_scales(x.float().numpy()).astype(np.float32))
+        back = stored.flatten(1, 2)[:, slots].float().transpose(0, 1) * own
+        torch.testing.assert_close(back, int8_and_back(x), rtol=1e-6, atol=0)
+        assert ((back - x.float()).abs() <= own / 2 * (1 + 1e-5)).all()
 
 
 def test_int8_cache_of_awkward_rows() -> None:
-    smallest = torch.finfo(torch.float32).smallest_normal
-    rows = torch.randn(8, 1, DIM)
+    smallest, largest = torch.finfo(torch.float32).smallest_normal, 127 * torch.finfo(torch.float16).max
+    rows = torch.randn(12, 1, DIM)
     rows[0] = 0.0
     rows[1, 0, 3] = torch.nan
     rows[2, 0, 3] = torch.inf
@@ -222,16 +234,25 @@ def test_int8_cache_of_awkward_rows() -> None:
     rows[5] = smallest
     rows[6] *= torch.finfo(torch.float32).max / 8
     rows[7, 0] = torch.tensor([-1.0, 1.0] * (DIM // 2))
-    cache = OPS.kv_cache(2, 4, 1, DIM, torch.int8)
-    OPS.store_kv(rows, rows, cache, torch.arange(8))
+    rows[8] = largest
+    rows[9] = -largest * 1.001
+    rows[10] = 127 * 2.0**-24  # the smallest scale of all, exactly
+    rows[11] = 127 * 2.0**-24 * 1.01
+    cache = OPS.kv_cache(3, 4, 1, DIM, torch.int8)
+    OPS.store_kv(rows, rows, cache, torch.arange(12))
     assert cache.key_scales is not None
-    back = (cache.keys.float() * cache.key_scales[..., None]).flatten(0, 2)
+    scales = cache.key_scales.float().flatten()
+    back = (cache.keys.float() * cache.key_scales[..., None].float()).flatten(0, 2)
     assert (back[0] == 0).all()
     assert back[1:4].isnan().all()
-    assert (back[4].abs() <= smallest).all()
-    torch.testing.assert_close(back[5:], rows[5:, 0], rtol=0.01, atol=torch.finfo(torch.float32).max / 254)
-    torch.testing.assert_close(back[5], rows[5, 0], rtol=0.01, atol=0)
-    assert torch.equal(back[7], rows[7, 0])
+    assert (back[4] == 0).all()
+    for row in (5, 7, 8, 10, 11):
+        assert ((back[row] - rows[row, 0]).abs() <= scales[row] / 2).all()
+    assert (back[6] == rows[6, 0].clamp(-largest, largest)).float().mean() > 0.9
+    assert back[6].abs().max() == largest
+    assert (back[8] == largest).all()
+    assert (back[9] == -largest).all()
+    assert (scales[[10, 11]] == torch.tensor([2.0**-24, 2.0**-23])).all()
 
 
 @pytest.mark.parametrize("window", [None, 5])

@@ -101,7 +101,7 @@ class Engine:
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             long_prefill_token_threshold=config.long_prefill_token_threshold,
-            target_itl=None if config.target_itl_ms is None else config.target_itl_ms / 1000,
+            target_itl=self._target_itl(),
             max_waiting_requests=config.max_waiting_requests,
             max_waiting_tokens=config.max_waiting_tokens,
         )
@@ -119,6 +119,12 @@ class Engine:
         from headrace.structured.grammars import Grammars  # most requests need no grammar
 
         return Grammars(self.tokenizer, self.vocab_size, self.eos_ids)
+
+    def _target_itl(self) -> float | None:
+        """As `Limits` has it. Devices that compute thousands of prompt tokens in a moment have no limit by default."""
+        if self.config.target_itl_ms is not None:
+            return self.config.target_itl_ms / 1000
+        return None if self.worker.ops.device == "cpu" else 0.0
 
     @property
     def info(self) -> ModelInfo:

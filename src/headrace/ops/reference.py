@@ -32,8 +32,9 @@ MAX_SCORES = 1 << 24
 MAX_PADDING, MAX_GROUP = 256, 4096
 
 
-# Of the scales of an int8 cache.
-KV_SCALE_DTYPE = torch.float32
+# Of the scales of an int8 cache, and the largest there is.
+KV_SCALE_DTYPE = torch.float16
+MAX_KV_SCALE = 65504.0
 
 
 @dataclass(slots=True)
@@ -87,6 +88,11 @@ class Ops:
     """The reference backend."""
 
     name = "reference"
+    device = "cpu"  # torch's name for where weights and cache lie
+
+    # Whether a token's results depend on its own sequence only, bit by bit: not on what else is in the step, on how
+    # its prompt was cut into chunks, or on the number of threads. Here torch's products change with the number of rows.
+    batch_invariant = False
 
     # Weights and memory
 
@@ -112,7 +118,7 @@ class Ops:
         """Room for the keys and values of `num_blocks * block_size` tokens of one layer.
 
         dtype: in which they are stored. int8 is a coding of the activations' own dtype, whichever that is: a whole
-        number between -127 and 127 for each entry, and a float32 scale for each token and head; see `store_kv`.
+        number between -127 and 127 for each entry, and a float16 scale for each token and head; see `store_kv`.
         """
         # Heads outermost, so that gathering blocks yields each head's keys as one matrix without another copy.
         shape = (kv_heads, num_blocks, block_size, head_dim)
@@ -190,9 +196,10 @@ class Ops:
     def store_kv(self, key: Tensor, value: Tensor, cache: KVCache, slots: Tensor) -> None:
         """Writes each token's key and value to its slot of the cache. key, value: `[T, K, D]`; slots: int64 `[T]`.
 
-        An int8 cache takes each head's D entries x as round(x / scale), halves to even, with scale = max|x| / 127; it
-        reads back as code * scale, which is at most scale / 2 away. A head of zeros reads back as zeros. One with an
-        infinity or a NaN reads back as NaN throughout: a fault upstream is not hidden.
+        An int8 cache takes each head's D entries x as round(x / scale), halves to even, where the scale is the smallest
+        float16 that is not below max|x| / 127, subnormal ones among them; it reads back as code * scale, which is at
+        most scale / 2 away. Beyond the largest scale, 65504, entries are cut to ±127 * 65504. A head of zeros reads
+        back as zeros. One with an infinity or a NaN reads back as NaN throughout: a fault upstream is not hidden.
         """
         for new, stored, scales in (
             (key, cache.keys, cache.key_scales),
@@ -350,12 +357,17 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def _to_int8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes int8 `[..., D]` and scales float32 `[...]` of rows x, as `Ops.store_kv` says."""
+    """Codes int8 `[..., D]` and scales float16 `[...]` of rows x, as `Ops.store_kv` says."""
     x = x.float()
-    scale = x.abs().amax(-1) / 127
-    scale = torch.where(scale.isfinite(), scale, torch.nan)
-    # 0 / 0 and whatever belongs to a NaN scale; a scale that lost bits to underflow could give codes out of range.
-    codes = (x / scale[..., None]).nan_to_num(0, 0, 0).round().clamp(-127, 127)
+    exact = x.abs().amax(-1) / 127
+    exact = torch.where(exact.isfinite(), exact, torch.nan)
+    nearest = exact.to(KV_SCALE_DTYPE)
+    # The bits of positive floats are in order, so the next larger one is the next number.
+    next_larger = (nearest.view(torch.int16) + 1).view(KV_SCALE_DTYPE)
+    scale = torch.where(nearest.float() < exact, next_larger, nearest).clamp(max=MAX_KV_SCALE)
+    codes = (
+        (x / scale.float()[..., None]).nan_to_num(0, 0, 0).round().clamp(-127, 127)
+    )  # 0 / 0, and those of a NaN scale
     return codes.to(torch.int8), scale
 
 
@@ -440,4 +452,4 @@ def _groups(batch: RaggedBatch, window: int | None, block_size: int) -> list[_Gr
 def _read(stored: Tensor, scales: Tensor | None, tables: Tensor) -> Tensor:
     """What stands in blocks, as float32 `[K, b, tokens, D]`, a copy. tables: int64 `[b, blocks]`."""
     rows = stored[:, tables].flatten(2, 3).float()
-    return rows if scales is None else rows.mul_(scales[:, tables].flatten(2, 3)[..., None])
+    return rows if scales is None else rows.mul_(scales[:, tables].flatten(2, 3)[..., None].float())
