@@ -98,7 +98,7 @@ def awq_tensors(name: str, m: RandomMatrix) -> dict[str, torch.Tensor]:
 
 
 def t0q_config(**more: Any) -> dict[str, Any]:
-    return t0_config(hidden_size=128, intermediate_size=256, head_dim=32, **more)
+    return t0_config(**({"hidden_size": 128, "intermediate_size": 256, "head_dim": 32} | more))
 
 
 def save_t0q(

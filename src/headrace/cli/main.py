@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from headrace import __version__
-from headrace.cli import chat, generate, serve
+from headrace.cli import chat, generate, quantize, serve
 from headrace.errors import HeadraceError
 
 DESCRIPTION = """\
@@ -27,6 +27,7 @@ examples:
   headrace serve ./Qwen3-0.6B --port 9000           serve a Hugging Face directory
   headrace chat ./gemma-3-270m-it.gguf              talk to a model
   headrace generate default "The capital of France is" --max-tokens 8 --temperature 0
+  headrace quantize ./model --method int4 --output ./model-int4   make a model smaller
 
 environment:
   HF_HOME, HF_TOKEN, HF_HUB_OFFLINE   as everywhere: where hub models are kept, the access token, no network
@@ -81,7 +82,7 @@ def build_parser() -> Parser:
     parser = Parser(prog="headrace", usage="headrace COMMAND [arguments]", description=DESCRIPTION, epilog=EXAMPLES)
     parser.add_argument("--version", action="version", version=f"headrace {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, prog="headrace")
-    for command in (serve, chat, generate):
+    for command in (serve, chat, generate, quantize):
         command.add_to(commands)
     return parser
 

@@ -6,7 +6,7 @@ A matrix `[out, in]` is stored as `qweight` `[in, out / 8]`, eight codes of four
 Source: `WQLinear_GEMM` in https://github.com/casper-hansen/AutoAWQ
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -65,12 +65,13 @@ def to_tensors(coded: IntegerWeight, scale_dtype: torch.dtype) -> dict[str, torc
     }
 
 
-def config(group_size: int, *, symmetric: bool) -> Mapping[str, Any]:
+def config(group_size: int, *, symmetric: bool, not_converted: Sequence[str]) -> Mapping[str, Any]:
+    """`quantization_config`. not_converted: names of matrices that are dense."""
     return {
         "quant_method": "awq",
         "bits": 4,
         "group_size": group_size,
         "version": "gemm",
         "zero_point": not symmetric,
-        "modules_to_not_convert": None,
+        "modules_to_not_convert": list(not_converted) or None,
     }

@@ -7,7 +7,8 @@ version of the format ("gptq") stores zero - 1, wrapped around to `bits` bits; "
 Source: the packing in https://github.com/ModelCloud/GPTQModel (gptqmodel/nn_modules/qlinear).
 """
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -84,9 +85,14 @@ def to_tensors(coded: IntegerWeight, scale_dtype: torch.dtype, version: str) -> 
     }
 
 
-def config(bits: int, group_size: int, *, symmetric: bool, desc_act: bool, damping: float) -> Mapping[str, Any]:
-    """`quantization_config`. Asymmetric zeros are stored as they are (v2): readers of v1 get a zero of 0 wrong."""
-    return {
+def config(
+    bits: int, group_size: int, *, symmetric: bool, desc_act: bool, damping: float, not_converted: Sequence[str]
+) -> Mapping[str, Any]:
+    """`quantization_config`. Asymmetric zeros are stored as they are (v2): readers of v1 get a zero of 0 wrong.
+
+    not_converted: names of matrices that are dense.
+    """
+    settings: dict[str, Any] = {
         "quant_method": "gptq",
         "bits": bits,
         "group_size": group_size,
@@ -98,3 +104,5 @@ def config(bits: int, group_size: int, *, symmetric: bool, desc_act: bool, dampi
         "checkpoint_format": "gptq" if symmetric else "gptq_v2",
         "pack_dtype": "int32",
     }
+    skipped = [name for name in not_converted if name != "lm_head"]
+    return settings | ({"dynamic": {f"-:^{re.escape(name)}$": {} for name in skipped}} if skipped else {})

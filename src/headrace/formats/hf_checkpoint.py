@@ -2,6 +2,7 @@
 
 import logging
 import os
+from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -64,6 +65,16 @@ class HFCheckpoint(Checkpoint):
 
     def tokenizer(self) -> Tokenizer:
         return load_tokenizer(self.path)
+
+
+def read_tensors(file: Path, quantization: Mapping[str, Any]) -> dict[str, Weight]:
+    """All weights in one file of a model, with the model's `quantization_config`."""
+    opened = SafetensorsFile(file)
+    sources = dict.fromkeys(opened.tensors, opened)
+    matrices = QUANTIZED[quantization["quant_method"]](StoredTensors(sources, quantization, file.parent / CONFIG))
+    parts = {tensor for matrix in matrices.values() for tensor in matrix.tensors}
+    dense: dict[str, Weight] = {name: DenseWeight(opened.read(name)) for name in sources if name not in parts}
+    return dense | {name: matrix.read() for name, matrix in matrices.items()}
 
 
 def has_weights(directory: Path) -> bool:

@@ -1,10 +1,12 @@
 """Text to token ids and back, over the `tokenizers` library, and chats to prompts by the model's template."""
 
+import json
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import tokenizers
@@ -36,6 +38,7 @@ class Tokenizer:
         self._templates = {
             name: ChatTemplate(chat_templates[name], name) for name in ("default", "tool_use") if name in chat_templates
         }
+        self.chat_templates = dict(chat_templates)
         self.special_tokens = dict(special_tokens)
         added = backend.get_added_tokens_decoder()
         self.special_ids: frozenset[int] = frozenset(i for i, token in added.items() if token.special)
@@ -62,6 +65,20 @@ class Tokenizer:
             return frozenset()
         ids = (self._backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
         return frozenset(i for i in ids if i is not None)
+
+    def save(self, directory: Path) -> None:
+        """Writes tokenizer.json and tokenizer_config.json as Hugging Face has them."""
+        self._backend.save(str(directory / "tokenizer.json"))
+        templates = [{"name": name, "template": source} for name, source in self.chat_templates.items()]
+        only = list(self.chat_templates) == ["default"]
+        settings = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "clean_up_tokenization_spaces": False,
+            **self.special_tokens,
+            **({"chat_template": templates[0]["template"] if only else templates} if templates else {}),
+        }
+        text = json.dumps(settings, indent=2, ensure_ascii=False)
+        (directory / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a prompt. The text of a special token becomes that token: use chats for text of others.

@@ -38,6 +38,10 @@ class Attention:
 
     def __call__(self, x: Tensor, angles: tuple[Tensor, Tensor], batch: RaggedBatch, cache: KVCache) -> Tensor:
         """x: `[T, hidden]`; angles: cosines and sines `[T, R/2]` of the tokens' positions. Returns `[T, hidden]`."""
+        return self.output(self.mix(x, angles, batch, cache))
+
+    def mix(self, x: Tensor, angles: tuple[Tensor, Tensor], batch: RaggedBatch, cache: KVCache) -> Tensor:
+        """What the output projection is given: `[T, heads * head_dim]`."""
         heads = self.qkv(x).view(len(x), -1, self.head_dim)
         query_key, value = heads.split([self.heads + self.kv_heads, self.kv_heads], 1)
         if self.q_norm is not None and self.k_norm is not None:
@@ -46,4 +50,4 @@ class Attention:
         query, key = self.ops.rotary(query_key, *angles).split([self.heads, self.kv_heads], 1)
         self.ops.store_kv(key, value, cache, batch.slots)
         mixed = self.ops.attention(query, cache, batch, scale=self.scale, window=self.window, softcap=self.softcap)
-        return self.output(mixed.flatten(1))
+        return mixed.flatten(1)

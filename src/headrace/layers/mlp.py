@@ -13,4 +13,8 @@ class GatedMLP:
         self.ops, self.gate_up, self.down, self.activation = ops, gate_up, down, activation
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.down(self.ops.gated(self.gate_up(x), self.activation))
+        return self.down(self.inner(x))
+
+    def inner(self, x: Tensor) -> Tensor:
+        """What the down projection is given: `[T, intermediate]`."""
+        return self.ops.gated(self.gate_up(x), self.activation)

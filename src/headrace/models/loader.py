@@ -15,7 +15,7 @@ from headrace.layers.rotary import frequencies
 from headrace.models.config import DecoderConfig
 from headrace.models.decoder import Decoder, DecoderLayer
 from headrace.models.families import decoder_config
-from headrace.ops.reference import Ops
+from headrace.ops.reference import Matrix, Ops
 
 logger = logging.getLogger(__name__)
 
@@ -71,63 +71,88 @@ def _check(checkpoint: Checkpoint, config: DecoderConfig) -> None:
         logger.warning("%s: ignoring tensors that the model does not use: %s%s", checkpoint.path, unread[:LISTED], more)
 
 
-def load_decoder(checkpoint: Checkpoint, ops: Ops, dtype: torch.dtype) -> Decoder:
-    """Reads a whole model into memory, in the form in which `ops` computes, with a progress bar on a terminal.
+class DecoderReader:
+    """Makes a decoder, or single layers of it, from a checkpoint.
 
+    config: of the decoder. ropes: as Decoder has them.
     Raises ModelError for an architecture that is not supported, or tensors that do not fit the config.
     """
-    try:
-        c = decoder_config(checkpoint.config)
-        ropes = [frequencies(r.theta, r.dim, r.scaling) for r in c.ropes]
-    except ModelError as error:
-        raise ModelError(f"{checkpoint.path}: {error}") from None
-    _check(checkpoint, c)
 
-    def vector(name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """A norm's weight or a bias. One bad value in it spoils every token, so it is looked for right here."""
-        values = checkpoint.read(name).dequantize(dtype)
-        if not torch.isfinite(values).all():
-            raise ModelError(f"{checkpoint.path}: tensor {name!r} holds NaN or infinity: the file is damaged")
-        return values
+    def __init__(self, checkpoint: Checkpoint, ops: Ops, dtype: torch.dtype) -> None:
+        self.checkpoint, self.ops, self.dtype = checkpoint, ops, dtype
+        try:
+            self.config = decoder_config(checkpoint.config)
+            self.ropes = [frequencies(r.theta, r.dim, r.scaling) for r in self.config.ropes]
+        except ModelError as error:
+            raise ModelError(f"{checkpoint.path}: {error}") from None
+        _check(checkpoint, self.config)
 
-    def norm(name: str) -> RMSNorm:
-        return RMSNorm(ops, vector(f"{name}.weight") + c.norm_offset, c.norm_eps)
-
-    def linear(prefix: str, *names: str, bias: bool) -> Linear:
-        weight = ops.matrix([checkpoint.read(f"{prefix}.{n}.weight") for n in names], dtype)
-        biases = [vector(f"{prefix}.{n}.bias", dtype) for n in names] if bias else None
-        return Linear(ops, weight, torch.cat(biases) if biases else None)
-
-    def layer(i: int) -> DecoderLayer:
-        prefix = f"model.layers.{i}"
+    def layer(self, i: int) -> DecoderLayer:
+        c, prefix = self.config, f"model.layers.{i}"
         return DecoderLayer(
-            attention_norm=norm(f"{prefix}.input_layernorm"),
+            attention_norm=self._norm(f"{prefix}.input_layernorm"),
             attention=Attention(
-                ops,
-                linear(f"{prefix}.self_attn", "q_proj", "k_proj", "v_proj", bias=c.qkv_bias),
-                linear(f"{prefix}.self_attn", "o_proj", bias=c.output_bias),
+                self.ops,
+                self._linear(f"{prefix}.self_attn", "q_proj", "k_proj", "v_proj", bias=c.qkv_bias),
+                self._linear(f"{prefix}.self_attn", "o_proj", bias=c.output_bias),
                 heads=c.num_heads,
                 kv_heads=c.num_kv_heads,
                 head_dim=c.head_dim,
-                q_norm=norm(f"{prefix}.self_attn.q_norm") if c.qk_norm else None,
-                k_norm=norm(f"{prefix}.self_attn.k_norm") if c.qk_norm else None,
+                q_norm=self._norm(f"{prefix}.self_attn.q_norm") if c.qk_norm else None,
+                k_norm=self._norm(f"{prefix}.self_attn.k_norm") if c.qk_norm else None,
                 scale=c.attention_scale,
                 window=c.windows[i],
                 softcap=c.attention_softcap,
             ),
-            after_attention=norm(f"{prefix}.post_attention_layernorm") if c.sandwich_norms else None,
-            mlp_norm=norm(f"{prefix}.{'pre_feedforward' if c.sandwich_norms else 'post_attention'}_layernorm"),
+            after_attention=self._norm(f"{prefix}.post_attention_layernorm") if c.sandwich_norms else None,
+            mlp_norm=self._norm(f"{prefix}.{'pre_feedforward' if c.sandwich_norms else 'post_attention'}_layernorm"),
             mlp=GatedMLP(
-                ops,
-                linear(f"{prefix}.mlp", "gate_proj", "up_proj", bias=c.mlp_bias),
-                linear(f"{prefix}.mlp", "down_proj", bias=c.mlp_bias),
+                self.ops,
+                self._linear(f"{prefix}.mlp", "gate_proj", "up_proj", bias=c.mlp_bias),
+                self._linear(f"{prefix}.mlp", "down_proj", bias=c.mlp_bias),
                 c.activation,
             ),
-            after_mlp=norm(f"{prefix}.post_feedforward_layernorm") if c.sandwich_norms else None,
+            after_mlp=self._norm(f"{prefix}.post_feedforward_layernorm") if c.sandwich_norms else None,
             rope=c.layer_ropes[i],
         )
 
-    embedding = ops.table(checkpoint.read(EMBEDDING), dtype)
-    head = embedding if c.tied else ops.matrix([checkpoint.read(HEAD)], dtype)
-    layers = [layer(i) for i in tqdm(range(c.num_layers), desc="Loading layers", unit="layer", disable=None)]
-    return Decoder(c, ops, embedding, ropes, layers, norm("model.norm"), Linear(ops, head))
+    def embedding(self) -> Matrix:
+        return self.ops.table(self.checkpoint.read(EMBEDDING), self.dtype)
+
+    def norm(self) -> RMSNorm:
+        """The one after the last layer."""
+        return self._norm("model.norm")
+
+    def head(self, embedding: Matrix) -> Linear:
+        """The output matrix, which may be the embedding."""
+        tied = self.config.tied
+        return Linear(self.ops, embedding if tied else self.ops.matrix([self.checkpoint.read(HEAD)], self.dtype))
+
+    def _vector(self, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """A norm's weight or a bias. One bad value in it spoils every token, so it is looked for right here."""
+        values = self.checkpoint.read(name).dequantize(dtype)
+        if not torch.isfinite(values).all():
+            raise ModelError(f"{self.checkpoint.path}: tensor {name!r} holds NaN or infinity: the file is damaged")
+        return values
+
+    def _norm(self, name: str) -> RMSNorm:
+        c = self.config
+        return RMSNorm(self.ops, self._vector(f"{name}.weight") + c.norm_offset, c.norm_eps)
+
+    def _linear(self, prefix: str, *names: str, bias: bool) -> Linear:
+        weight = self.ops.matrix([self.checkpoint.read(f"{prefix}.{n}.weight") for n in names], self.dtype)
+        biases = [self._vector(f"{prefix}.{n}.bias", self.dtype) for n in names] if bias else None
+        return Linear(self.ops, weight, torch.cat(biases) if biases else None)
+
+
+def load_decoder(checkpoint: Checkpoint, ops: Ops, dtype: torch.dtype) -> Decoder:
+    """Reads a whole model into memory, in the form in which `ops` computes, with a progress bar on a terminal.
+
+    Raises ModelError as DecoderReader does.
+    """
+    reader = DecoderReader(checkpoint, ops, dtype)
+    embedding = reader.embedding()
+    head = reader.head(embedding)
+    bar = tqdm(range(reader.config.num_layers), desc="Loading layers", unit="layer", disable=None)
+    layers = [reader.layer(i) for i in bar]
+    return Decoder(reader.config, ops, embedding, reader.ropes, layers, reader.norm(), head)
