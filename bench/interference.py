@@ -1,13 +1,15 @@
 """What running streams notice of a long prompt that arrives beside them, with chunks by time and without.
 
-    python bench/interference.py [--model FILE.gguf] [--streams 8] [--prompt-len 6000] [--rounds 3]
+    python bench/interference.py [--model FILE.gguf] [--streams 8] [--prompt-len 6000] [--rounds 1]
 
 Eight streams decode; then a prompt of 6,000 tokens comes. A gap is the time between two tokens of one stream. "with"
-cuts the prompt into pieces by `target_itl_ms`, "without" into pieces of `max_num_batched_tokens` tokens only. The
-rounds alternate, so that a machine that slows down slows both; every prompt is a new one, and nothing is reused.
+cuts the prompt into pieces by `target_itl_ms`, "without" into pieces of `max_num_batched_tokens` tokens only. Both are
+run on one engine, in turn, so that a machine that slows down slows both; every prompt is a new one, and nothing is
+reused.
 """
 
 import argparse
+import dataclasses
 import json
 import random
 import statistics
@@ -28,10 +30,10 @@ def main() -> None:
     parser.add_argument("--model", type=Path, help="a GGUF file or directory (default: SmolLM2-135M-Instruct)")
     parser.add_argument("--streams", type=int, default=8, help="(default: %(default)s)")
     parser.add_argument("--prompt-len", type=int, default=6000, help="tokens of the long prompt (default: %(default)s)")
-    parser.add_argument("--before", type=int, default=24, help="tokens of each stream before it (default: %(default)s)")
+    parser.add_argument("--before", type=int, default=16, help="tokens of each stream before it (default: %(default)s)")
     parser.add_argument("--target-itl-ms", type=float, help="with which to compare (default: the engine's own)")
     parser.add_argument("--max-num-batched-tokens", type=int, default=2048, help="of both (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=3, help="of each (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=1, help="of each (default: %(default)s)")
     parser.add_argument("--backend", default="auto", help="(default: %(default)s)")
     parser.add_argument("--threads", type=int, help="(default: torch's own)")
     parser.add_argument("--json", type=Path, help="write the figures there too")
@@ -45,19 +47,19 @@ def main() -> None:
         "enable_prefix_caching": False,
         "seed": 0,
     }
-    model = str(args.model or fetch(DEFAULT_MODEL))
-    engines = {
-        "with": LLM(model, **settings, target_itl_ms=args.target_itl_ms).engine,
-        "without": LLM(model, **settings, target_itl_ms=0).engine,
+    engine = LLM(str(args.model or fetch(DEFAULT_MODEL)), **settings, target_itl_ms=args.target_itl_ms).engine
+    limits = {
+        "with": engine.scheduler.limits,
+        "without": dataclasses.replace(engine.scheduler.limits, target_itl=0.0),
     }
-    for engine in engines.values():
-        measure(engine, args.streams, 300, 8, seed=-1)  # warms up, and gives the cost model something to go by
-    rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in engines}
+    measure(engine, args.streams, 300, 8, seed=-1)  # warms up, and gives the cost model something to go by
+    rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in limits}
     for number in range(args.rounds):
-        for name, engine in engines.items():
+        for name, each in limits.items():
+            engine.scheduler.limits = each
             rounds[name].append(measure(engine, args.streams, args.prompt_len, args.before, seed=number))
     print(
-        f"{args.streams} streams, a prompt of {args.prompt_len} tokens; milliseconds, medians of {args.rounds} rounds"
+        f"{args.streams} streams, a prompt of {args.prompt_len} tokens; milliseconds, medians of {args.rounds} round(s)"
     )
     medians = {name: {key: statistics.median(r[key] for r in of) for key in of[0]} for name, of in rounds.items()}
     for name, figures in medians.items():
