@@ -70,12 +70,12 @@ def test_streams_go_on_beside_long_prompts(tmp_path: Path) -> None:
 
 def test_many_at_once_get_their_own_answers(server: RunningServer) -> None:
     texts = [f"Repeat this number ten times: {number}" for number in NUMBERS]
-    truth = [t0_text(t0_greedy(chat_prompt(text), 20)) for text in texts]
+    truth = [t0_text(t0_greedy(chat_prompt(text), 40)) for text in texts]
     assert len(set(truth)) > len(truth) / 2, "answers that were mixed up would be noticed"
 
     def ask(text: str, stream: bool) -> tuple[str, str]:
         """The answer's id and text."""
-        body = {"model": "T0", "messages": [{"role": "user", "content": text}], "max_tokens": 20, "temperature": 0}
+        body = {"model": "T0", "messages": [{"role": "user", "content": text}], "max_tokens": 40, "temperature": 0}
         answer = httpx.post(
             f"{server.url}/v1/chat/completions", json=body | {"stream": stream, "ignore_eos": True}, timeout=100
         )
