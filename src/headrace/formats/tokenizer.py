@@ -80,6 +80,16 @@ class Tokenizer:
         text = json.dumps(settings, indent=2, ensure_ascii=False)
         (directory / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
 
+    def special_id(self, text: str) -> int | None:
+        """The id of the special token with this text, if there is one."""
+        token_id: int | None = self._backend.token_to_id(text) if text else None
+        return token_id if token_id in self.special_ids else None
+
+    def chat_template(self, *, with_tools: bool = False) -> str | None:
+        """The source of the template for chats, or for those with tools; None if the model has none."""
+        default = self.chat_templates.get("default")
+        return self.chat_templates.get("tool_use", default) if with_tools else default
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a prompt. The text of a special token becomes that token: use chats for text of others.
 

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -97,7 +98,7 @@ def create_app(service: Service) -> FastAPI:
 
         return route
 
-    app.post("/v1/chat/completions")(generation(chat_job, chat_completion, chat_chunks))
+    app.post("/v1/chat/completions")(generation(partial(chat_job, config=config), chat_completion, chat_chunks))
     app.post("/v1/completions")(generation(completion_job, completion, completion_chunks))
 
     app.add_middleware(Guard, service=service)

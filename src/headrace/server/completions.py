@@ -6,7 +6,7 @@ from typing import Any
 
 from headrace.engine.request import TokenDelta
 from headrace.formats.tokenizer import Tokenizer
-from headrace.server.logprobs import CompletionLogprobs
+from headrace.server.logprobs import CompletionLogprobs, prompt_logprobs
 from headrace.server.protocol import CompletionBody
 from headrace.server.stream import Deltas
 from headrace.server.translate import Job
@@ -16,7 +16,8 @@ async def completion(job: Job[CompletionBody], tokenizer: Tokenizer, deltas: Del
     """The `text_completion` object, once all is there. Its choices are in the order of the prompts."""
     pieces = Pieces(job, tokenizer)
     choices: list[dict[str, Any]] = [
-        {"index": index, "text": "", "logprobs": None, "finish_reason": None} for index in range(pieces.count)
+        {"index": index, "text": "", "logprobs": None, "finish_reason": None, "stop_reason": None}
+        for index in range(pieces.count)
     ]
     completion_tokens = cached_tokens = 0
     async with aclosing(deltas):
@@ -27,7 +28,9 @@ async def completion(job: Job[CompletionBody], tokenizer: Tokenizer, deltas: Del
             choice = choices[piece["index"]]
             choice["text"] += piece["text"]
             choice["logprobs"] = joined(choice["logprobs"], piece["logprobs"])
-            choice["finish_reason"] = piece["finish_reason"]
+            choice["finish_reason"], choice["stop_reason"] = piece["finish_reason"], piece["stop_reason"]
+            if job.body.prompt_logprobs is not None and delta.prompt_logprobs is not None:
+                choice["prompt_logprobs"] = prompt_logprobs(tokenizer, delta.prompt_logprobs)
     return job.envelope("text_completion", choices) | {"usage": job.usage(completion_tokens, cached_tokens)}
 
 
@@ -65,13 +68,14 @@ class Pieces:
             self.unbegun.remove(index)
             echo = self.job.echoes[prompt]
             text = echo + text
-            if delta.prompt_logprobs is not None:
+            if delta.prompt_logprobs is not None and self.job.body.echo:
                 ids = self.job.requests[prompt].prompt_token_ids
                 logprobs = self.logprobs[index].lists(ids, delta.prompt_logprobs, echo)
         if delta.logprobs is not None:
             ids = [entry.token_id for entry in delta.logprobs]
             logprobs = joined(logprobs, self.logprobs[index].lists(ids, delta.logprobs))
-        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": delta.finish_reason}
+        ending = {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
+        return {"index": index, "text": text, "logprobs": logprobs, **ending}
 
 
 def joined(first: dict[str, list[Any]] | None, second: dict[str, list[Any]] | None) -> dict[str, list[Any]] | None:

@@ -9,6 +9,8 @@ from headrace.errors import ConfigError
 from headrace.logs import FORMATS
 
 METRICS_COMPAT = ("none", "vllm")
+TOOL_CALL_PARSERS = ("auto", "hermes", "llama3_json", "mistral", "mistral_args", "pythonic", "generic")
+REASONING_PARSERS = ("auto", "none", "think", "mistral")
 
 
 @dataclass(kw_only=True)
@@ -38,6 +40,8 @@ class ServerConfig:
     shutdown_timeout: seconds that running requests have to finish after SIGTERM or Ctrl-C; a second signal ends them.
     metrics_compat: "vllm" gives the metrics the names that vLLM has for them, for existing dashboards.
     log_format: "text", or "json" for one object per line.
+    tool_call_parser: in which form the model calls functions; auto tells it by the chat template.
+    reasoning_parser: between which marks the model thinks; auto tells them by the chat template.
     access_log: write a line to stderr for every HTTP request.
     enable_log_requests: write the bodies of requests to the log. Without it, nothing of what they say gets there.
     """
@@ -62,6 +66,8 @@ class ServerConfig:
     shutdown_timeout: float = 30.0
     metrics_compat: str = "none"
     log_format: str = "text"
+    tool_call_parser: str = "auto"
+    reasoning_parser: str = "auto"
     access_log: bool = False
     enable_log_requests: bool = False
 
@@ -98,7 +104,12 @@ class ServerConfig:
         if not isinstance(self.root_path, str) or (self.root_path and not self.root_path.startswith("/")):
             raise ConfigError(f"root_path must begin with a slash, as in /llm, not {self.root_path!r}")
         self.root_path = self.root_path.rstrip("/")
-        for name, choices in (("log_format", FORMATS), ("metrics_compat", METRICS_COMPAT)):
+        for name, choices in (
+            ("log_format", FORMATS),
+            ("metrics_compat", METRICS_COMPAT),
+            ("tool_call_parser", TOOL_CALL_PARSERS),
+            ("reasoning_parser", REASONING_PARSERS),
+        ):
             if getattr(self, name) not in choices:
                 raise ConfigError(f"{name} must be one of {', '.join(choices)}, not {getattr(self, name)!r}")
         for name in ("access_log", "enable_log_requests", "allow_credentials"):

@@ -87,3 +87,21 @@ class CompletionLogprobs:
         if self.offset == 0 and echo and not echo.startswith(" "):
             return text.removeprefix(" ")  # some tokenizers put a space before a text
         return text
+
+
+def prompt_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprob | None]) -> list[dict[str, Any] | None]:
+    """vLLM's form of a prompt's logprobs: for each token but the first, itself and its alternatives by their ids."""
+
+    def described(entry: TokenLogprob) -> dict[str, Any]:
+        ranks = {token: rank for rank, (token, _) in enumerate(entry.top, 1)}
+        both = {entry.token_id: entry.logprob} | dict(entry.top)
+        return {
+            str(token): {
+                "logprob": max(logprob, LOWEST),
+                "rank": ranks.get(token),
+                "decoded_token": token_name(tokenizer, token)[0],
+            }
+            for token, logprob in both.items()
+        }
+
+    return [None if entry is None else described(entry) for entry in entries]

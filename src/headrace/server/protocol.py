@@ -18,6 +18,7 @@ from headrace.server.errors import ApiError
 MAX_MESSAGES = 4096
 MAX_PARTS = 1024
 MAX_PROMPTS = 1024
+MAX_TOOLS = 128
 
 Neutral = dict[str, tuple[Any, ...]]
 
@@ -56,11 +57,33 @@ class TextPart(Body):
     text: str
 
 
+class CalledFunction(Body):
+    name: str
+    arguments: str
+
+    @model_validator(mode="after")
+    def _arguments_are_json(self) -> "CalledFunction":
+        try:
+            is_object = isinstance(json.loads(self.arguments), dict)
+        except (ValueError, RecursionError):
+            is_object = False
+        if not is_object:
+            raise PydanticCustomError("field", "{name} must be the text of a JSON object", {"name": "arguments"})
+        return self
+
+
+class ToolCall(Body):
+    """A call that the assistant has made earlier."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
 class Message(Body):
     """One message of a conversation."""
 
     not_yet: ClassVar[Neutral] = {
-        "tool_calls": (None,),
         "function_call": (None,),
         "audio": (None,),
         "refusal": (None,),
@@ -68,14 +91,35 @@ class Message(Body):
     }
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[TextPart], Field(fail_fast=True, max_length=MAX_PARTS)]
+    content: str | Annotated[list[TextPart], Field(fail_fast=True, max_length=MAX_PARTS)] | None = None
     name: str | None = None
     tool_call_id: str | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True, min_length=1, max_length=MAX_TOOLS)] | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None  # an older name of the same
+
+    @model_validator(mode="after")
+    def _says_something(self) -> "Message":
+        if self.content is None and self.tool_calls is None:
+            raise PydanticCustomError("field", "{name} must be a string or a list", {"name": "content"})
+        for name in ("tool_calls", "reasoning", "reasoning_content"):
+            if getattr(self, name) is not None and self.role != "assistant":
+                raise PydanticCustomError("field", "{name} belongs to the assistant's messages", {"name": name})
+        return self
 
     def for_template(self) -> dict[str, Any]:
-        """The message as chat templates know it: they have no `developer`, OpenAI's newer word for `system`."""
+        """The message as chat templates know it.
+
+        They have no `developer`, OpenAI's newer word for `system`, and want the arguments of calls as objects.
+        """
         message = self.model_dump(exclude_none=True)
-        return message | {"role": "system"} if self.role == "developer" else message
+        if self.role == "developer":
+            message["role"] = "system"
+        if self.reasoning is not None:
+            message["reasoning_content"] = message.pop("reasoning")
+        for call in message.get("tool_calls", ()):
+            call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+        return message
 
 
 class StreamOptions(Body):
@@ -115,6 +159,31 @@ class StructuredOutputsField(Body):
     grammar: str | None = None
 
 
+class Function(Body):
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, JsonValue] | None = None
+    strict: bool | None = None
+
+
+class Tool(Body):
+    """A function that the model may call."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(Body):
+    name: str
+
+
+class NamedTool(Body):
+    """The function that the model must call."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
 class GenerationBody(Body):
     """What both routes take. None means what leaving the field out means.
 
@@ -122,7 +191,6 @@ class GenerationBody(Body):
     """
 
     not_yet: ClassVar[Neutral] = {
-        "prompt_logprobs": (None,),
         "use_beam_search": (None, False),
         "length_penalty": (None, 1),
         "truncate_prompt_tokens": (None,),
@@ -150,6 +218,7 @@ class GenerationBody(Body):
     seed: int | None = None
     stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
     stop_token_ids: Annotated[list[int], Field(fail_fast=True)] | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     min_tokens: int | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
@@ -174,6 +243,9 @@ class GenerationBody(Body):
     def _stream_options_need_stream(self) -> "GenerationBody":
         if self.stream_options is not None and not self.stream:
             raise PydanticCustomError("field", "{name} is only allowed with stream: true", {"name": "stream_options"})
+        if self.prompt_logprobs is not None and self.stream:
+            message = "{name} is not allowed with stream: true"
+            raise PydanticCustomError("field", message, {"name": "prompt_logprobs"})
         return self
 
 
@@ -181,9 +253,6 @@ class ChatBody(GenerationBody):
     """POST /v1/chat/completions"""
 
     not_yet: ClassVar[Neutral] = GenerationBody.not_yet | {
-        "tools": (None,),
-        "tool_choice": (None, "none", "auto"),
-        "parallel_tool_calls": (None, False, True),
         "functions": (None,),
         "function_call": (None, "none", "auto"),
         "modalities": (None, ["text"]),
@@ -207,6 +276,9 @@ class ChatBody(GenerationBody):
 
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True, max_length=MAX_MESSAGES)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    tools: Annotated[list[Tool], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     add_generation_prompt: bool | None = None
@@ -217,6 +289,7 @@ class ChatBody(GenerationBody):
     def _fields_agree(self) -> "ChatBody":
         if self.top_logprobs is not None and not self.logprobs:
             raise PydanticCustomError("field", "{name} is only allowed with logprobs: true", {"name": "top_logprobs"})
+        self._check_tools()
         if self.continue_final_message and self.add_generation_prompt:
             message = "{name} and add_generation_prompt exclude each other: set one of them"
             raise PydanticCustomError("field", message, {"name": "continue_final_message"})
@@ -225,25 +298,42 @@ class ChatBody(GenerationBody):
             raise PydanticCustomError("field", message, {"name": "continue_final_message"})
         return self
 
+    def _check_tools(self) -> None:
+        names = [tool.function.name for tool in self.tools or ()]
+        if len(set(names)) < len(names):
+            raise PydanticCustomError("field", "{name} has two functions of the same name", {"name": "tools"})
+        chosen = self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
+        if (chosen is not None or self.tool_choice == "required") and not names:
+            raise PydanticCustomError(
+                "field", "{name} asks for a call, but there are no tools", {"name": "tool_choice"}
+            )
+        if chosen is not None and chosen not in names:
+            message = "{name} asks for {chosen}, which is not among the tools: {names}"
+            context = {"name": "tool_choice", "chosen": chosen[:64], "names": ", ".join(names)[:500]}
+            raise PydanticCustomError("field", message, context)
+
 
 class CompletionBody(GenerationBody):
     """POST /v1/completions"""
 
     not_yet: ClassVar[Neutral] = GenerationBody.not_yet | {
         "suffix": (None, ""),
-        "add_special_tokens": (None, True),
     }
 
     prompt: Any  # a string, token ids, or a list of such: told apart in translate.py
     echo: bool | None = None
+    add_special_tokens: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     best_of: int | None = None
 
     @model_validator(mode="after")
-    def _best_of_is_n(self) -> "CompletionBody":
+    def _fields_agree(self) -> "CompletionBody":
         if self.best_of not in (None, self.n or 1):
-            message = "{name} is not supported yet, unless it is equal to n"
+            message = "{name} is not supported: make n choices, and choose by their logprobs"
             raise PydanticCustomError("field", message, {"name": "best_of"})
+        if self.prompt_logprobs is not None and self.echo and self.logprobs is not None:
+            message = "{name} and echo with logprobs exclude each other: both report the prompt"
+            raise PydanticCustomError("field", message, {"name": "prompt_logprobs"})
         return self
 
 
@@ -344,6 +434,6 @@ def _path(loc: tuple[int | str, ...]) -> str:
     for step in loc:
         if isinstance(step, int):
             path += f"[{step}]"
-        elif step.isidentifier() and step != "str":
+        elif step.isidentifier() and step not in ("str", "bool") and not step[0].isupper():
             path += f".{step}" if path else step
     return path[:100]

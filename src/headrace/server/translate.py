@@ -11,8 +11,11 @@ from headrace.engine.request import Request
 from headrace.errors import RequestError
 from headrace.formats.tokenizer import Tokenizer
 from headrace.sampling.params import SamplingParams, StructuredOutputs
+from headrace.server.config import ServerConfig
+from headrace.server.dialect import AnswerForm, Dialect, dialect_of
 from headrace.server.errors import ApiError
 from headrace.server.protocol import MAX_PROMPTS, ChatBody, CompletionBody, GenerationBody, parse_body
+from headrace.server.tools import explained_messages
 
 if TYPE_CHECKING:
     from headrace.engine.async_engine import AsyncEngine
@@ -29,6 +32,7 @@ class Job(Generic[AnyGenerationBody]):
     """A request that has been checked, and what its answer needs to know.
 
     requests: one for each prompt. echoes: the text of each prompt, where it is to be repeated, else "".
+    form: of a chat's answers.
     """
 
     body: AnyGenerationBody
@@ -36,6 +40,7 @@ class Job(Generic[AnyGenerationBody]):
     created: int
     requests: list[Request]
     echoes: list[str]
+    form: AnswerForm | None = None
 
     @property
     def n(self) -> int:
@@ -68,18 +73,27 @@ class Job(Generic[AnyGenerationBody]):
         }
 
 
-def chat_job(engine: "AsyncEngine", names: list[str], raw: bytes) -> Job[ChatBody]:
+def chat_job(engine: "AsyncEngine", names: list[str], raw: bytes, config: ServerConfig) -> Job[ChatBody]:
     """Checks the body of a chat completion. Raises ApiError or RequestError. Blocks: it tokenizes."""
     body = parse_body(ChatBody, raw)
     check_model(body.model, names)
-    ids = chat_prompt(engine, body)
+    dialect = dialect_of(engine.tokenizer, config.tool_call_parser, config.reasoning_parser)
+    ids = chat_prompt(engine, body, dialect)
     limits = [limit for limit in (body.max_completion_tokens, body.max_tokens) if limit is not None]
     max_tokens = min(limits) if limits else None
     check_context(engine, ids, max_tokens, "messages")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    params = sampling_params(engine, body, max_tokens=max_tokens, logprobs=logprobs)
+    compiler = grammars(engine.tokenizer, engine.vocab_size) if body.tools else None
+    asked = structured_outputs(engine, body)
+    form = AnswerForm(dialect, engine.tokenizer, compiler, body, ids, asked)
+    rest: dict[str, Any] = {"structured_outputs": form.grammar}
+    if form.keeps_special_tokens:
+        rest["skip_special_tokens"] = False
+    if form.grammar is not None and form.grammar is not asked:
+        checked_grammar(engine, "tools" if body.tools else "response_format", grammar=form.grammar.grammar)
+    params = sampling_params(engine, body, max_tokens=max_tokens, logprobs=logprobs, **rest)
     id = f"chatcmpl-{uuid.uuid4().hex}"
-    return Job(body, id, int(time.time()), checked_requests(engine, id, [ids], params, body), [""])
+    return Job(body, id, int(time.time()), checked_requests(engine, id, [ids], params, body), [""], form)
 
 
 def completion_job(engine: "AsyncEngine", names: list[str], raw: bytes) -> Job[CompletionBody]:
@@ -90,7 +104,8 @@ def completion_job(engine: "AsyncEngine", names: list[str], raw: bytes) -> Job[C
     if len(prompts) * (body.n or 1) > MAX_CHOICES:
         raise RequestError(f"{len(prompts)} prompts with n={body.n} are more than {MAX_CHOICES} choices", "n")
     tokenizer = engine.tokenizer
-    ids = [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+    with_special = body.add_special_tokens is not False
+    ids = [tokenizer.encode(prompt, with_special) if isinstance(prompt, str) else prompt for prompt in prompts]
     for prompt_ids in ids:
         check_context(engine, prompt_ids, body.max_tokens, "prompt")
     params = sampling_params(
@@ -98,7 +113,8 @@ def completion_job(engine: "AsyncEngine", names: list[str], raw: bytes) -> Job[C
         body,
         max_tokens=body.max_tokens or COMPLETION_MAX_TOKENS,
         logprobs=body.logprobs,
-        prompt_logprobs=body.logprobs if body.echo else None,
+        structured_outputs=structured_outputs(engine, body),
+        prompt_logprobs=body.logprobs if body.echo and body.logprobs is not None else body.prompt_logprobs,
     )
     id = f"cmpl-{uuid.uuid4().hex}"
     requests = checked_requests(engine, id, ids, params, body)
@@ -130,14 +146,20 @@ def checked_requests(
     return requests
 
 
-def chat_prompt(engine: "AsyncEngine", body: ChatBody) -> list[int]:
+def chat_prompt(engine: "AsyncEngine", body: ChatBody, dialect: Dialect) -> list[int]:
     own = {"tools", "add_generation_prompt", "continue_final_message"}
     kwargs: dict[str, Any] = {**(body.chat_template_kwargs or {})}
     for key in kwargs:
         if key in own or key == "messages":
             raise RequestError(f"chat_template_kwargs cannot set {key}", "chat_template_kwargs")
+    messages = [message.for_template() for message in body.messages]
+    tools = (body.tools or []) if body.tool_choice != "none" else []
+    described: list[dict[str, Any]] | None = [tool.model_dump(exclude_none=True) for tool in tools] or None
+    if dialect.tools.is_explained:
+        messages, described = explained_messages(messages, tools), None
     return engine.tokenizer.encode_chat(
-        [message.for_template() for message in body.messages],
+        messages,
+        tools=described,
         add_generation_prompt=not body.continue_final_message and body.add_generation_prompt is not False,
         continue_final_message=bool(body.continue_final_message),
         **kwargs,
@@ -164,8 +186,7 @@ def sampling_params(engine: "AsyncEngine", body: GenerationBody, **rest: Any) ->
     """What the body says; for what it does not say the model's generation_config.json, or else OpenAI's defaults."""
     names = (field.name for field in fields(SamplingParams))
     given = {name: value for name in names if (value := getattr(body, name, None)) is not None}
-    ours = {"logit_bias": token_bias(body.logit_bias), "structured_outputs": structured_outputs(engine, body)}
-    return SamplingParams(**(engine.default_sampling | given | ours | rest))
+    return SamplingParams(**(engine.default_sampling | given | {"logit_bias": token_bias(body.logit_bias)} | rest))
 
 
 def structured_outputs(engine: "AsyncEngine", body: GenerationBody) -> StructuredOutputs | None:
