@@ -241,7 +241,5 @@ def test_errors_have_the_clients_types(server: RunningServer) -> None:
     assert range_error.value.param == "top_p"
     assert range_error.value.request_id is not None
     assert range_error.value.request_id.startswith("req_")
-    with pytest.raises(openai.BadRequestError, match="tools is not supported yet"):
-        server.client.chat.completions.create(
-            model="T0", messages=HI, tools=[{"type": "function", "function": {"name": "f"}}]
-        )
+    with pytest.raises(openai.BadRequestError, match="store is not supported yet"):
+        server.client.chat.completions.create(model="T0", messages=HI, store=True)

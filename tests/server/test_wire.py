@@ -30,7 +30,7 @@ def test_a_chat_has_exactly_these_fields(server: RunningServer) -> None:
     answer = server.post("chat/completions", model="T0", messages=HI, max_tokens=2, ignore_eos=True).json()
     assert set(answer) == {"id", "object", "created", "model", "choices", "usage"}
     [choice] = answer["choices"]
-    assert set(choice) == {"index", "message", "logprobs", "finish_reason"}
+    assert set(choice) == {"index", "message", "logprobs", "finish_reason", "stop_reason"}
     assert set(choice["message"]) == {"role", "content", "refusal"}
     assert choice["logprobs"] is choice["message"]["refusal"] is None
     details = {"cached_tokens": 0}
@@ -46,7 +46,7 @@ def test_a_completion_has_exactly_these_fields(server: RunningServer) -> None:
     answer = server.post("completions", model="T0", prompt="ab", max_tokens=2, ignore_eos=True, logprobs=0).json()
     assert set(answer) == {"id", "object", "created", "model", "choices", "usage"}
     [choice] = answer["choices"]
-    assert set(choice) == {"index", "text", "logprobs", "finish_reason"}
+    assert set(choice) == {"index", "text", "logprobs", "finish_reason", "stop_reason"}
     assert set(choice["logprobs"]) == {"tokens", "token_logprobs", "top_logprobs", "text_offset"}
     assert [len(top) for top in choice["logprobs"]["top_logprobs"]] == [1, 1]
 
@@ -77,7 +77,10 @@ def test_chunks_of_a_chat(server: RunningServer) -> None:
     body = {"model": "T0", "messages": HI, "max_tokens": 4, "logit_bias": {"120": 100}, "stream": True}
     chunks = events(server.post("chat/completions", **body))
     assert [c["choices"] for c in chunks] == [
-        [{"index": 0, "delta": delta, "logprobs": None, "finish_reason": reason}]
+        [
+            {"index": 0, "delta": delta, "logprobs": None, "finish_reason": reason}
+            | ({"stop_reason": None} if reason else {})
+        ]
         for delta, reason in [
             ({"role": "assistant", "content": ""}, None),
             *[({"content": "x"}, None)] * 4,

@@ -104,12 +104,13 @@ class ServerConfig:
         if not isinstance(self.root_path, str) or (self.root_path and not self.root_path.startswith("/")):
             raise ConfigError(f"root_path must begin with a slash, as in /llm, not {self.root_path!r}")
         self.root_path = self.root_path.rstrip("/")
-        for name, choices in (
-            ("log_format", FORMATS),
-            ("metrics_compat", METRICS_COMPAT),
-            ("tool_call_parser", TOOL_CALL_PARSERS),
-            ("reasoning_parser", REASONING_PARSERS),
-        ):
+        choices_of = {
+            "log_format": FORMATS,
+            "metrics_compat": METRICS_COMPAT,
+            "tool_call_parser": TOOL_CALL_PARSERS,
+            "reasoning_parser": REASONING_PARSERS,
+        }
+        for name, choices in choices_of.items():
             if getattr(self, name) not in choices:
                 raise ConfigError(f"{name} must be one of {', '.join(choices)}, not {getattr(self, name)!r}")
         for name in ("access_log", "enable_log_requests", "allow_credentials"):

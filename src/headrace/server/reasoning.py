@@ -56,7 +56,7 @@ class ReasoningParser:
     def finish(self) -> tuple[str, str]:
         """What was held back, at the end of the text."""
         held, self._held = self._held, ""
-        return (held.rstrip(), "") if self.in_reasoning else ("", held if not self._begins else held.lstrip())
+        return (held.rstrip(), "") if self.in_reasoning else ("", held)
 
     def _reasoning(self) -> str:
         if self._begins:

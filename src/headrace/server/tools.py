@@ -99,8 +99,7 @@ SIGNS = (
     ("[TOOL_CALLS]", "mistral"),
     ("<tool_call>", "hermes"),
     ("[func_name1(", "pythonic"),
-    ('"parameters": dictionary', "llama3_json"),
-    ("<|python_tag|>", "llama3_json"),
+    ("ipython", "llama3_json"),
 )
 
 
