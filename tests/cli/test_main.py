@@ -21,7 +21,17 @@ def test_version() -> None:
     assert run.stdout == f"headrace {headrace.__version__}\n"
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["serve", "--help"], ["chat", "--help"], ["generate", "--help"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--help"],
+        ["serve", "--help"],
+        ["chat", "--help"],
+        ["generate", "--help"],
+        ["quantize", "--help"],
+        ["eval", "--help"],
+    ],
+)
 def test_help_loads_nothing_heavy(arguments: list[str]) -> None:
     code = (
         "import sys; from headrace.cli.main import main\n"

@@ -43,6 +43,7 @@ def add_to(commands: Any) -> None:
     parser.add_argument("--output", metavar="DIR", required=True, help="a new directory for the result")
     parser.add_argument("--revision", metavar="TEXT", help="branch, tag or commit, for a model from the hub")
     parser.add_argument("--threads", metavar="N", type=int, help="CPU threads (default: all cores)")
+    parser.add_argument("--report", action="store_true", help="write a page with plots beside the model, too")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     add_flags(parser, "quantization", QuantizeSettings)
     parser.set_defaults(run=run)
@@ -81,6 +82,12 @@ def run(args: argparse.Namespace) -> int:
             max_length=quantizer.config.max_position,
         )
     reports = quantizer.run(data)
+    of = "their outputs" if plan.calibrates else "their values"
+    if args.report:
+        from headrace.quantize.report import write_report
+
+        title = f"{args.model}, {plan.method}, {plan.scheme.bits} bits"
+        write_report(Path(args.output) / "quantization_report.html", title, reports, of)
     if args.json:
         print(json.dumps([vars(report) for report in reports]))
         return 0

@@ -50,9 +50,17 @@ def write_shard(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    write_text(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Appears under its name when it is complete."""
     partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    os.replace(partial, path)
+    try:
+        partial.write_text(text, encoding="utf-8")
+        os.replace(partial, path)
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be written: {reason(error)}") from None
 
 
 def finish(directory: Path, source: Checkpoint, shards: list[Path], changes: Mapping[str, Any]) -> None:
