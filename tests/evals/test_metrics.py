@@ -75,8 +75,8 @@ def test_divergence(tmp_path: Path) -> None:
     assert found.largest == pytest.approx(kl.max(), rel=1e-3)
     same = (p.argmax(-1) == q.argmax(-1)).double().mean()
     assert found.same_top == pytest.approx(float(same), abs=0.02)
-    assert found.reference.nll == pytest.approx(-p[torch.arange(len(targets)), targets].mean(), rel=1e-4)
-    assert found.model.nll == pytest.approx(-q[torch.arange(len(targets)), targets].mean(), rel=1e-4)
+    assert found.reference.nll == pytest.approx(-float(p[torch.arange(len(targets)), targets].mean()), rel=1e-4)
+    assert found.model.nll == pytest.approx(-float(q[torch.arange(len(targets)), targets].mean()), rel=1e-4)
 
 
 def test_a_model_is_no_distance_from_itself(tmp_path: Path) -> None:
