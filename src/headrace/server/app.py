@@ -20,6 +20,7 @@ from headrace.server.metrics import CONTENT_TYPE
 from headrace.server.openapi import docs_page, openapi_document
 from headrace.server.service import Service
 from headrace.server.stream import EventStream
+from headrace.server.tokenize import detokenized, tokenized
 from headrace.server.translate import chat_job, check_model, completion_job
 
 Route = Callable[[Request], Awaitable[Response]]
@@ -100,6 +101,14 @@ def create_app(service: Service) -> FastAPI:
 
     app.post("/v1/chat/completions")(generation(partial(chat_job, config=config), chat_completion, chat_chunks))
     app.post("/v1/completions")(generation(completion_job, completion, completion_chunks))
+
+    @app.post("/tokenize")
+    async def tokenize(request: Request) -> Response:
+        return JsonResponse(await asyncio.to_thread(tokenized, engine, names, await json_body(request), config))
+
+    @app.post("/detokenize")
+    async def detokenize(request: Request) -> Response:
+        return JsonResponse(await asyncio.to_thread(detokenized, engine, names, await json_body(request)))
 
     app.add_middleware(Guard, service=service)
     if config.allowed_origins:  # around the guard: a browser asks whether it may come before it sends a key

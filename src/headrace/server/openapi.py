@@ -8,7 +8,7 @@ from pydantic.json_schema import models_json_schema
 
 from headrace import __version__
 from headrace.server.keys import OPEN_ROUTES
-from headrace.server.protocol import ChatBody, CompletionBody
+from headrace.server.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, TokenizeChatBody
 
 ERRORS = {
     "400": "The request is wrong; the message says what is, and what would be right.",
@@ -20,6 +20,7 @@ ERRORS = {
     "429": "Too much at once; `Retry-After` says when to try again.",
     "503": "The model is being loaded, the server ends, or the request has waited in vain.",
 }
+BODIES = (ChatBody, CompletionBody, TokenizeBody, TokenizeChatBody, DetokenizeBody)
 TEXT = {"type": "string"}
 INTEGER = {"type": "integer"}
 
@@ -36,6 +37,7 @@ ERROR = _object(
     error=_object(message=TEXT, type=TEXT, param={"type": ["string", "null"]}, code={"type": ["string", "null"]})
 )
 ANSWER = _object(id=TEXT, object=TEXT, created=INTEGER, model=TEXT, choices=CHOICES, usage=USAGE)
+TOKENS = _object(count=INTEGER, max_model_len=INTEGER, tokens={"type": "array", "items": INTEGER})
 
 
 def _json(schema: dict[str, Any]) -> dict[str, Any]:
@@ -46,10 +48,12 @@ def _get(summary: str, schema: dict[str, Any], *statuses: str) -> dict[str, Any]
     return {"get": _operation(summary, _json(schema), statuses)}
 
 
-def _post(summary: str, body: str) -> dict[str, Any]:
-    content = _json(ANSWER) | {"text/event-stream": {"schema": TEXT}}
+def _post(summary: str, *bodies: str, answer: dict[str, Any] | None = None) -> dict[str, Any]:
+    """bodies: names of the models, of which the body may be any. answer: None for that of a generation."""
+    content = _json(ANSWER) | {"text/event-stream": {"schema": TEXT}} if answer is None else _json(answer)
     operation = _operation(summary, content, tuple(ERRORS))
-    operation["requestBody"] = {"required": True, "content": _json({"$ref": f"#/components/schemas/{body}"})}
+    schemas = [{"$ref": f"#/components/schemas/{body}"} for body in bodies]
+    operation["requestBody"] = {"required": True, "content": _json({"anyOf": schemas})}
     return {"post": operation}
 
 
@@ -61,7 +65,7 @@ def _operation(summary: str, content: dict[str, Any], statuses: tuple[str, ...])
 def openapi_document(root_path: str, *, has_keys: bool) -> dict[str, Any]:
     """OpenAPI 3.1. root_path: under which a proxy shows the server. has_keys: whether it asks for API keys."""
     _, schemas = models_json_schema(
-        [(ChatBody, "validation"), (CompletionBody, "validation")], ref_template="#/components/schemas/{model}"
+        [(body, "validation") for body in BODIES], ref_template="#/components/schemas/{model}"
     )
     definitions = schemas["$defs"]
     for definition in definitions.values():
@@ -79,6 +83,8 @@ def openapi_document(root_path: str, *, has_keys: bool) -> dict[str, Any]:
     paths = {
         "/v1/chat/completions": _post("The next message of a chat, whole or as server-sent events.", "ChatBody"),
         "/v1/completions": _post("What comes after a prompt, whole or as server-sent events.", "CompletionBody"),
+        "/tokenize": _post("What a prompt or a chat is in tokens.", "TokenizeBody", "TokenizeChatBody", answer=TOKENS),
+        "/detokenize": _post("The text of tokens.", "DetokenizeBody", answer=_object(prompt=TEXT)),
         "/v1/models": _get("All names of the model.", models, *guarded),
         "/v1/models/{name}": model,
         "/health": _get("Whether the server lives.", status, "503"),
@@ -113,8 +119,8 @@ def docs_page(document: dict[str, Any]) -> str:
                 f"<h2><code>{method.upper()} {html.escape(path)}</code></h2><p>{html.escape(operation['summary'])}</p>"
             )
             if "requestBody" in operation:
-                name = operation["requestBody"]["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]
-                parts.append(_table(schemas[name]))
+                for schema in operation["requestBody"]["content"]["application/json"]["schema"]["anyOf"]:
+                    parts.append(_table(schemas[schema["$ref"].rpartition("/")[2]]))
     parts.append("<h1>Objects in bodies</h1>")
     parts += [f"<h2>{html.escape(name)}</h2>{_table(schema)}" for name, schema in schemas.items() if "Body" not in name]
     style = "body{font:16px sans-serif;max-width:60em;margin:2em auto}td{padding:.2em 1em .2em 0;vertical-align:top}"

@@ -249,46 +249,18 @@ class GenerationBody(Body):
         return self
 
 
-class ChatBody(GenerationBody):
-    """POST /v1/chat/completions"""
-
-    not_yet: ClassVar[Neutral] = GenerationBody.not_yet | {
-        "functions": (None,),
-        "function_call": (None, "none", "auto"),
-        "modalities": (None, ["text"]),
-        "audio": (None,),
-        "prediction": (None,),
-        "moderation": (None,),
-        "store": (None, False),
-        "metadata": (None, {}),
-        "reasoning_effort": (None,),
-        "verbosity": (None,),
-        "service_tier": (None, "auto", "default"),
-        "prompt_cache_key": (None,),
-        "prompt_cache_options": (None,),
-        "prompt_cache_retention": (None,),
-        "web_search_options": (None,),
-        "chat_template": (None,),
-        "documents": (None,),
-        "echo": (None, False),
-        "add_special_tokens": (None, False),
-    }
+class ChatPrompt(Body):
+    """What a chat's prompt is made of."""
 
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True, max_length=MAX_MESSAGES)]
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     tools: Annotated[list[Tool], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
-    parallel_tool_calls: bool | None = None
-    logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, JsonValue] | None = None
 
     @model_validator(mode="after")
-    def _fields_agree(self) -> "ChatBody":
-        if self.top_logprobs is not None and not self.logprobs:
-            raise PydanticCustomError("field", "{name} is only allowed with logprobs: true", {"name": "top_logprobs"})
+    def _prompt_can_be_made(self) -> "ChatPrompt":
         self._check_tools()
         if self.continue_final_message and self.add_generation_prompt:
             message = "{name} and add_generation_prompt exclude each other: set one of them"
@@ -313,6 +285,43 @@ class ChatBody(GenerationBody):
             raise PydanticCustomError("field", message, context)
 
 
+class ChatBody(GenerationBody, ChatPrompt):
+    """POST /v1/chat/completions"""
+
+    not_yet: ClassVar[Neutral] = GenerationBody.not_yet | {
+        "functions": (None,),
+        "function_call": (None, "none", "auto"),
+        "modalities": (None, ["text"]),
+        "audio": (None,),
+        "prediction": (None,),
+        "moderation": (None,),
+        "store": (None, False),
+        "metadata": (None, {}),
+        "reasoning_effort": (None,),
+        "verbosity": (None,),
+        "service_tier": (None, "auto", "default"),
+        "prompt_cache_key": (None,),
+        "prompt_cache_options": (None,),
+        "prompt_cache_retention": (None,),
+        "web_search_options": (None,),
+        "chat_template": (None,),
+        "documents": (None,),
+        "echo": (None, False),
+        "add_special_tokens": (None, False),
+    }
+
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    parallel_tool_calls: bool | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+
+    @model_validator(mode="after")
+    def _fields_agree(self) -> "ChatBody":
+        if self.top_logprobs is not None and not self.logprobs:
+            raise PydanticCustomError("field", "{name} is only allowed with logprobs: true", {"name": "top_logprobs"})
+        return self
+
+
 class CompletionBody(GenerationBody):
     """POST /v1/completions"""
 
@@ -335,6 +344,32 @@ class CompletionBody(GenerationBody):
             message = "{name} and echo with logprobs exclude each other: both report the prompt"
             raise PydanticCustomError("field", message, {"name": "prompt_logprobs"})
         return self
+
+
+class TokenizeBody(Body):
+    """POST /tokenize, of a prompt"""
+
+    model: str | None = None
+    prompt: str
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class TokenizeChatBody(ChatPrompt):
+    """POST /tokenize, of a chat"""
+
+    # A template writes the special tokens itself.
+    not_yet: ClassVar[Neutral] = {"add_special_tokens": (None, False)}
+
+    model: str | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(Body):
+    """POST /detokenize"""
+
+    model: str | None = None
+    tokens: Annotated[list[int], Field(fail_fast=True)]
 
 
 AnyBody = TypeVar("AnyBody", bound=Body)

@@ -14,7 +14,7 @@ from headrace.sampling.params import SamplingParams, StructuredOutputs
 from headrace.server.config import ServerConfig
 from headrace.server.dialect import AnswerForm, Dialect, dialect_of
 from headrace.server.errors import ApiError
-from headrace.server.protocol import MAX_PROMPTS, ChatBody, CompletionBody, GenerationBody, parse_body
+from headrace.server.protocol import MAX_PROMPTS, ChatBody, ChatPrompt, CompletionBody, GenerationBody, parse_body
 from headrace.server.tools import explained_messages
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ def checked_requests(
     return requests
 
 
-def chat_prompt(engine: "AsyncEngine", body: ChatBody, dialect: Dialect) -> list[int]:
+def chat_prompt(engine: "AsyncEngine", body: ChatPrompt, dialect: Dialect) -> list[int]:
     own = {"tools", "add_generation_prompt", "continue_final_message"}
     kwargs: dict[str, Any] = {**(body.chat_template_kwargs or {})}
     for key in kwargs:
