@@ -80,6 +80,17 @@ class TestMemory:
         (whole,) = world.submit(numbered(36, 7))
         assert counts(world.step()) == {whole.seq_id: 36}
 
+    def test_one_for_which_there_was_no_room_enters_when_it_can_share(self) -> None:
+        world = World(blocks=8, block_size=4, tokens=4)
+        world.submit(numbered(16), 9)
+        (same,) = world.submit(numbered(20), 3)
+        world.step()
+        assert same.status is Status.WAITING, "of eight blocks four are free, and it needs five"
+        for _ in range(4):
+            world.step()
+        assert same.status is Status.RUNNING, "it needs one, as all others are in use already"
+        assert same.num_cached == 16
+
     def test_the_latest_arrival_is_preempted_and_comes_first_again(self) -> None:
         world = World(blocks=4, block_size=4, prefix=False)
         (a,), (b,) = (world.submit(numbered(8, i), 9) for i in range(2))

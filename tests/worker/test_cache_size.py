@@ -82,6 +82,13 @@ def test_swap_space_is_not_given_twice() -> None:
     assert with_swap.num_blocks == without.num_blocks // 2
 
 
+def test_swap_space_that_holds_nothing_is_no_swap_space() -> None:
+    block = 32 * FLOAT32_TOKEN
+    assert size(swap_space=block).num_host_blocks == 1
+    with pytest.raises(CapacityError, match=f"give at least {block} bytes, or 0"):
+        size(swap_space=block - 1)
+
+
 class TestSomeLayersWithAWindow:
     """Eight layers, of which two see everything: four groups of two."""
 

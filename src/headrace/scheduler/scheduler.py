@@ -242,6 +242,8 @@ class Scheduler:
         in_prompt = computed < len(sequence.token_ids)
         if computed % self.cache.pool.block_size == 0 or count > 1 or in_prompt:
             self.cache.note_computed(sequence.table, sequence.token_ids, computed, sequence.salt)
+            if count > 1:
+                self._stuck = None  # it may share what has just been computed
         if sequence.siblings and computed >= sequence.num_prompt:
             self._let_siblings_go(sequence, forked=True)
 

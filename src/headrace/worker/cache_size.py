@@ -63,6 +63,11 @@ def size_cache(config: EngineConfig, model: DecoderConfig, dtype: torch.dtype, a
     most_blocks = layout.blocks_for(length) * config.max_num_seqs
     num_blocks = min(budget // block_bytes, most_blocks)
     num_host_blocks = min(int(config.swap_space) // block_bytes, most_blocks)
+    if config.swap_space and not num_host_blocks:
+        raise CapacityError(
+            f"swap_space {_human(int(config.swap_space))} is less than a block of the KV cache: give at least "
+            f"{block_bytes} bytes, or 0 to compute preempted sequences anew"
+        )
     sequences = num_blocks / layout.blocks_for(length)
     tokens = sequences * -(-length // config.block_size) * config.block_size
     swap = f", and {num_host_blocks} blocks to swap to" if num_host_blocks else ""
