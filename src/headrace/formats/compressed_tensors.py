@@ -166,19 +166,17 @@ def to_tensors(
     return tensors
 
 
-def scheme(
-    bits: int, group_size: int, *, symmetric: bool, form: str, activation_bits: int | None, act_order: bool
-) -> dict[str, Any]:
-    """A scheme of `config_groups`, without its targets. group_size: as in Scheme; form: "int" or "float"."""
+def scheme(bits: int, group_size: int, *, symmetric: bool, activation_bits: int | None) -> dict[str, Any]:
+    """A scheme of `config_groups` for whole numbers, without its targets. group_size: as in Scheme."""
     strategy = {-1: "channel", 0: "tensor"}.get(group_size, "group")
     weights = {
         "num_bits": bits,
-        "type": form,
+        "type": "int",
         "symmetric": symmetric,
         "strategy": strategy,
         "group_size": group_size if strategy == "group" else None,
         "dynamic": False,
-        "actorder": "group" if act_order else None,
+        "actorder": None,
     }
     activations = None
     if activation_bits is not None:

@@ -86,11 +86,19 @@ def to_tensors(coded: IntegerWeight, scale_dtype: torch.dtype, version: str) -> 
 
 
 def config(
-    bits: int, group_size: int, *, symmetric: bool, desc_act: bool, damping: float, not_converted: Sequence[str]
+    bits: int,
+    group_size: int,
+    *,
+    symmetric: bool,
+    desc_act: bool,
+    damping: float,
+    bits_of: Mapping[str, int],
+    not_converted: Sequence[str],
 ) -> Mapping[str, Any]:
     """`quantization_config`. Asymmetric zeros are stored as they are (v2): readers of v1 get a zero of 0 wrong.
 
-    not_converted: names of matrices that are dense.
+    bits_of: other numbers of bits, for the matrices that a regular expression matches. not_converted: names of
+        matrices that are dense.
     """
     settings: dict[str, Any] = {
         "quant_method": "gptq",
@@ -104,5 +112,7 @@ def config(
         "checkpoint_format": "gptq" if symmetric else "gptq_v2",
         "pack_dtype": "int32",
     }
-    skipped = [name for name in not_converted if name != "lm_head"]
-    return settings | ({"dynamic": {f"-:^{re.escape(name)}$": {} for name in skipped}} if skipped else {})
+    # GPTQModel's way to say what differs: "-:" before what is left out, "+:" before what has other settings.
+    dynamic: dict[str, Any] = {f"-:^{re.escape(name)}$": {} for name in not_converted if name != "lm_head"}
+    dynamic |= {f"+:{pattern}": {"bits": other} for pattern, other in bits_of.items()}
+    return settings | ({"dynamic": dynamic} if dynamic else {})

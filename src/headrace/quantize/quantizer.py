@@ -5,7 +5,7 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,8 @@ from headrace.quantize.folding import Folding
 from headrace.quantize.gptq import Settings, gptq, row_errors
 from headrace.quantize.layer_run import STAGES, LayerRun, Overlay, Statistics, statistics
 from headrace.quantize.rounding import round_to_nearest
+from headrace.quantize.schemes import Scheme
+from headrace.quantize.sensitivity import choose, levels, sensitivities
 from headrace.quantize.settings import Plan
 
 logger = logging.getLogger(__name__)
@@ -61,6 +63,7 @@ class Quantizer:
         self.reader = DecoderReader(self.weights, Ops(), torch.float32)
         self.config = self.reader.config
         self.total = self.config.num_layers + 1  # shards: one for each layer, and one for the rest
+        self.bits = dict.fromkeys(range(self.config.num_layers), plan.scheme.bits)  # of each layer
         self._check_matrices()
 
     def quantizes(self, name: str) -> bool:
@@ -94,8 +97,9 @@ class Quantizer:
                     f"group_size {scheme.group_size} does not divide the {columns} columns of {name}; "
                     f"{', '.join([*fitting, '-1'])} would"
                 )
-            for what, number, bits in (("rows", rows, scheme.bits), ("columns", columns, scheme.bits)):
-                unit = 8 if form == "awq" and what == "rows" else 32 if bits == 3 else 32 // bits
+            possible = [scheme.bits] if self.plan.target_bits is None else levels(self.plan.target_bits)
+            for what, number in (("rows", rows), ("columns", columns)):
+                unit = 8 if form == "awq" and what == "rows" else max(32 if b == 3 else 32 // b for b in possible)
                 if form in ("gptq", "awq") and number % unit:
                     raise ConfigError(
                         f"the {form} format needs a multiple of {unit} {what}, and {name} has {number}: "
@@ -107,6 +111,8 @@ class Quantizer:
         state = self._begin(samples)
         with torch.inference_mode():
             run = LayerRun(self.reader, samples) if samples else None
+            if self.plan.target_bits is not None and run is not None:
+                self._choose_bits(run, self.plan.target_bits, state)
             bar = tqdm(range(self.config.num_layers), desc="Quantizing", unit="layer", disable=None)
             for i in bar:
                 self._layer(i, run, state)
@@ -116,13 +122,35 @@ class Quantizer:
             }
             write_shard(self._shard(self.config.num_layers), rest)
         reports = [MatrixReport(**entry) for entries in state["layers"].values() for entry in entries]
-        write_json(self.output / REPORT, {"settings": state["settings"], "matrices": [asdict(r) for r in reports]})
+        report = {"settings": state["settings"], "matrices": [asdict(r) for r in reports]}
+        if "sensitivity" in state:
+            report["sensitivity"] = state["sensitivity"]
+        write_json(self.output / REPORT, report)
         shards = [self._shard(i) for i in range(self.total)]
         dtypes = {str(t.dtype).removeprefix("torch.") for n, t in rest.items() if n == EMBEDDING}
         changes = {"quantization_config": self._format_config(), "torch_dtype": dtypes.pop()}
         finish(self.output, self.source, shards, changes)
         (self.output / STATE).unlink()
         return reports
+
+    def _choose_bits(self, run: LayerRun, target: float, state: dict[str, Any]) -> None:
+        if "bits" not in state:
+            shapes = expected_shapes(self.config)
+
+            def matrices(i: int) -> list[str]:
+                return self._matrices(i, range(len(STAGES)))
+
+            hidden = run.hidden
+            found = sensitivities(run, self.weights, matrices, self.plan.scheme, levels(target))
+            run.hidden = hidden
+            sizes = {i: sum(shapes[name][0] * shapes[name][1] for name in matrices(i)) for i in found}
+            state["bits"] = {str(i): bits for i, bits in choose(found, sizes, target).items()}
+            state["sensitivity"] = {str(i): {str(b): kl for b, kl in by_bits.items()} for i, by_bits in found.items()}
+            write_json(self.output / STATE, state)
+        self.bits |= {int(i): bits for i, bits in state["bits"].items()}
+
+    def _scheme(self, i: int) -> Scheme:
+        return replace(self.plan.scheme, bits=self.bits[i])
 
     def _shard(self, index: int) -> Path:
         return self.output / shard_name(index + 1, self.total)
@@ -178,7 +206,7 @@ class Quantizer:
         """Replaces the layer's matrices in `weights`, and takes the samples through the layer as it then is."""
         match self.plan.method:
             case "gptq":
-                return self._in_turn(i, run, self._gptq_stage)
+                return self._in_turn(i, run)
             case "awq" | "smoothquant":
                 return self._folded(i, run)
             case _:
@@ -188,14 +216,12 @@ class Quantizer:
         reports: dict[str, MatrixReport] = {}
         for name in self._matrices(i, range(len(STAGES))):
             values = self.weights.values(name)
-            coded = self._round(values, name)
+            coded = self._round(values, name, self._scheme(i))
             error = (coded.dequantize() - values).square().sum() / values.square().sum().clamp(min=1e-30)
             reports[name] = self._take(name, coded, float(error))
         return reports
 
-    def _in_turn(
-        self, i: int, run: LayerRun | None, quantize: Callable[[list[str], Statistics], Iterator[MatrixReport]]
-    ) -> dict[str, MatrixReport]:
+    def _in_turn(self, i: int, run: LayerRun | None) -> dict[str, MatrixReport]:
         """Each stage sees what the stages before it give after their own quantization ("true sequential")."""
         assert run is not None
         reports: dict[str, MatrixReport] = {}
@@ -204,7 +230,7 @@ class Quantizer:
             names = self._matrices(i, [stage])
             inputs = run.inputs(layer, stage)
             if names:
-                for report in quantize(names, statistics(inputs, run.num_tokens)):
+                for report in self._gptq(names, statistics(inputs, run.num_tokens), self._scheme(i)):
                     reports[report.name] = report
             else:
                 for _ in inputs:
@@ -212,13 +238,13 @@ class Quantizer:
             run.pass_stage(self.reader.layer(i), stage)
         return reports
 
-    def _gptq_stage(self, names: list[str], stats: Statistics) -> Iterator[MatrixReport]:
+    def _gptq(self, names: list[str], stats: Statistics, scheme: Scheme) -> Iterator[MatrixReport]:
         plan = self.plan
         settings = Settings(plan.damping, plan.desc_act, plan.static_groups, plan.search_scales, SCALES)
         joined = torch.cat([self.weights.values(name) for name in names])
         title = ", ".join(name.removesuffix(".weight") for name in names)
         try:
-            coded = gptq(joined, stats.hessian, plan.scheme, settings, title)
+            coded = gptq(joined, stats.hessian, scheme, settings, title)
         except ModelError as error:
             raise ModelError(f"{self.source.path}: {title} {error}") from None
         yield from self._split(names, joined, coded, stats.hessian)
@@ -227,7 +253,7 @@ class Quantizer:
         """Scales for all stages by what they are given in the layer as it was, from the last back, since a stage's
         scales change the matrices of the one before it; then each is rounded."""
         assert run is not None
-        plan, scheme = self.plan, self.plan.scheme
+        plan, scheme = self.plan, self._scheme(i)
         folding = Folding(self.weights, self.config, i)
         layer = self.reader.layer(i)
         hidden = run.hidden
@@ -254,7 +280,7 @@ class Quantizer:
                 rounded = values
                 if plan.method == "awq" and "q_proj" not in name and "k_proj" not in name:
                     rounded = awq.clip(values, hessian, scheme, SCALES)
-                coded = self._round(rounded, name)
+                coded = self._round(rounded, name, scheme)
                 reports |= {r.name: r for r in self._split([name], values, coded, hessian)}
         run.pass_layer(self.reader.layer(i))
         return reports
@@ -275,9 +301,9 @@ class Quantizer:
             )
             yield self._take(name, part, float(errors[rows].sum() / whole[rows].sum().clamp(min=1e-30)))
 
-    def _round(self, values: Tensor, name: str) -> IntegerWeight:
+    def _round(self, values: Tensor, name: str, scheme: Scheme) -> IntegerWeight:
         try:
-            return round_to_nearest(values, self.plan.scheme, search=self.plan.search_scales, scale_dtype=SCALES)
+            return round_to_nearest(values, scheme, search=self.plan.search_scales, scale_dtype=SCALES)
         except ModelError as error:
             raise ModelError(f"{self.source.path}: tensor {name!r} {error}") from None
 
@@ -306,31 +332,39 @@ class Quantizer:
             for name, shape in expected_shapes(self.config).items()
             if len(shape) == 2 and name != EMBEDDING and not self.quantizes(name.removesuffix(".weight"))
         ]
+        layers_of: dict[int, list[int]] = {}  # by bits
+        for i, bits in self.bits.items():
+            layers_of.setdefault(bits, []).append(i)
+        most = max(layers_of, key=lambda bits: len(layers_of[bits]))
+        others = {
+            rf"^model\.layers\.({'|'.join(map(str, layers))})\..*": bits
+            for bits, layers in sorted(layers_of.items())
+            if bits != most
+        }
         match plan.format:
             case "gptq":
                 return gptq_format.config(
-                    scheme.bits,
+                    most,
                     scheme.group_size,
                     symmetric=scheme.symmetric,
                     desc_act=plan.desc_act and not plan.static_groups,
                     damping=plan.damping,
+                    bits_of=others,
                     not_converted=ignored,
                 )
             case "awq":
                 return awq_format.config(scheme.group_size, symmetric=scheme.symmetric, not_converted=ignored)
             case _:
-                args = ct_format.scheme(
-                    scheme.bits,
-                    scheme.group_size,
-                    symmetric=scheme.symmetric,
-                    form="int",
-                    activation_bits=scheme.activation_bits,
-                    act_order=False,
-                )
+                groups = {}
+                for number, (target, bits) in enumerate(
+                    [*((f"re:{name}", bits) for name, bits in others.items()), ("Linear", most)]
+                ):
+                    args = ct_format.scheme(
+                        bits, scheme.group_size, symmetric=scheme.symmetric, activation_bits=scheme.activation_bits
+                    )
+                    groups[f"group_{number}"] = {"targets": [target], **args}
                 form = "pack-quantized" if scheme.activation_bits is None else "int-quantized"
-                return ct_format.config(
-                    {"group_0": {"targets": ["Linear"], **args}}, form, sorted({"lm_head", *ignored})
-                )
+                return ct_format.config(groups, form, sorted({"lm_head", *ignored}))
 
 
 def _matches(pattern: str, name: str) -> bool:

@@ -15,8 +15,8 @@ MEANS_SOMETHING = {
     "int4": ALWAYS | {"group_size", "symmetric", "search_scales"},
     "gptq": ALWAYS
     | CALIBRATION
-    | {"bits", "group_size", "symmetric", "search_scales", "desc_act", "static_groups", "damping"},
-    "awq": ALWAYS | CALIBRATION | {"bits", "group_size", "symmetric"},
+    | {"bits", "target_bits", "group_size", "symmetric", "search_scales", "desc_act", "static_groups", "damping"},
+    "awq": ALWAYS | CALIBRATION | {"bits", "target_bits", "group_size", "symmetric"},
     "smoothquant": ALWAYS | CALIBRATION | {"alpha"},
 }
 DEFAULT_FORMAT = {
@@ -34,6 +34,7 @@ class QuantizeSettings:
 
     method: "int8" or "int4" (round to nearest), "gptq", "awq", or "smoothquant" (8 bits for weights and activations).
     bits: of a weight: 2, 3, 4 or 8 for gptq, 3, 4 or 8 for awq (4 in its own format); by default 4.
+    target_bits: instead of bits, an average of them, such as 4.5: layers that suffer more get more.
     group_size: columns that share a scale, -1 for a whole row; by default 128 (32 for int4, -1 for int8).
     symmetric: codes on both sides of zero, instead of zero points; by default so for all but awq.
     search_scales: choose scales by the least squared error; by default so for int4 and gptq.
@@ -51,6 +52,7 @@ class QuantizeSettings:
 
     method: str
     bits: int | None = None
+    target_bits: float | None = None
     group_size: int | None = None
     symmetric: bool | None = None
     search_scales: bool | None = None
@@ -80,7 +82,15 @@ class QuantizeSettings:
         if group_size is None:
             group_size = {"int8": PER_CHANNEL, "smoothquant": PER_CHANNEL, "int4": 32}.get(method, 128)
         symmetric = self.symmetric if self.symmetric is not None else method != "awq"
-        default_format = "compressed-tensors" if method == "awq" and bits != 4 else DEFAULT_FORMAT[method]
+        if self.target_bits is not None:
+            if self.bits is not None:
+                raise ConfigError("bits and target_bits exclude each other: bits is the same for all layers")
+            if not 2 <= self.target_bits <= 8 or (method == "awq" and self.target_bits < 3):
+                raise ConfigError(
+                    f"target_bits must be from {3 if method == 'awq' else 2} to 8, not {self.target_bits}"
+                )
+        packed = method == "awq" and (bits != 4 or self.target_bits is not None)
+        default_format = "compressed-tensors" if packed else DEFAULT_FORMAT[method]
         if self.group_size == PER_TENSOR:
             raise ConfigError("group_size must be -1 or a number of columns, not 0")
         plan = Plan(
@@ -91,6 +101,7 @@ class QuantizeSettings:
                 symmetric=symmetric,
                 activation_bits=8 if method == "smoothquant" else None,
             ),
+            target_bits=self.target_bits,
             search_scales=self.search_scales if self.search_scales is not None else method in ("int4", "gptq"),
             desc_act=bool(self.desc_act),
             static_groups=bool(self.static_groups),
@@ -113,6 +124,7 @@ class Plan:
 
     method: str
     scheme: Scheme
+    target_bits: float | None
     search_scales: bool
     desc_act: bool
     static_groups: bool
@@ -149,7 +161,7 @@ class Plan:
             raise ConfigError(f"format must be one of {', '.join(FORMATS)}, not {self.format!r}")
         if self.method in ("int8", "smoothquant") and self.format != "compressed-tensors":
             raise ConfigError(f"the format of {self.method} is compressed-tensors, not {self.format}")
-        if self.format == "awq" and (self.scheme.bits != 4 or self.method == "gptq"):
+        if self.format == "awq" and (self.scheme.bits != 4 or self.method == "gptq" or self.target_bits is not None):
             raise ConfigError("the awq format is for 4 bits, and not for the method gptq: use compressed-tensors")
         if self.format == "compressed-tensors" and self.desc_act and not self.static_groups:
             raise ConfigError("desc_act without static_groups is for the gptq format: other readers take it there only")
