@@ -1,6 +1,7 @@
 """Chat templates against transformers, and what hostile ones and odd messages come to."""
 
 import logging
+import sys
 from typing import Any
 
 import pytest
@@ -233,7 +234,7 @@ def test_a_refusal_without_end_is_cut() -> None:
     ],
 )
 def test_a_template_that_fails_or_attacks_is_stopped(source: str) -> None:
-    with pytest.raises(RequestError, match=r"the (model's )?chat template (fails|writes)") as error:
+    with pytest.raises(RequestError, match=r"the (model's )?chat template (fails|writes|takes)") as error:
         tokenizer_with(source).render_chat(HI)
     assert error.value.param == "messages"
     assert "\n" not in str(error.value)
@@ -335,3 +336,23 @@ def test_chats_get_the_template_s_special_tokens_and_no_others(caplog: pytest.Lo
         assert tokenizer.encode_chat([{"role": "user", "content": "abc"}]) == [256, 97, 98, 99]
     assert not caplog.records
     assert tokenizer.encode("abc") == [256, 97, 98, 99]
+
+
+ENDLESS = [
+    "{% for i in range(10**12) %}x{% endfor %}",
+    "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}{% endfor %}{% endfor %}",
+    "{% macro twice(n) %}{% if n %}{{ twice(n - 1) }}{{ twice(n - 1) }}{% endif %}{% endmacro %}{{ twice(60) }}",
+    "{% set ns = namespace(n=0) %}{% for a in range(99999) %}{% for b in range(99999) %}{% set ns.n = ns.n + 1 %}"
+    "{% endfor %}{% endfor %}",
+    "{% for a in range(99999) %}{{ range(99999) | map('string') | join | length }}{% endfor %}",
+]
+
+
+@pytest.mark.parametrize("source", ENDLESS, ids=range(len(ENDLESS)))
+def test_no_template_runs_for_ever(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace.formats.chat_template.MAX_SECONDS", 0.2)
+    with pytest.raises(RequestError, match="chat template"):
+        tokenizer_with(source).render_chat([{"role": "user", "content": "Hi"}])
+    assert sys.gettrace() is None
+    quick = tokenizer_with("{{ messages[0].content }}")
+    assert quick.render_chat([{"role": "user", "content": "Hi"}]) == "Hi"

@@ -1,13 +1,17 @@
 """Chat templates: Jinja programs inside a model that turn messages into its prompt.
 
 They come from strangers, so they run in Jinja's sandbox, which keeps attributes of Python objects from them and limits
-`range`, and their output is limited too. What a template may use is what `transformers` gives it:
+`range`, and their output and their time are limited too. What a template may use is what `transformers` gives it:
 https://huggingface.co/docs/transformers/chat_templating_writing
 """
 
 import json
-from collections.abc import Mapping, Sequence
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import datetime
+from types import FrameType
 from typing import Any
 
 from jinja2 import TemplateError, TemplateSyntaxError, nodes
@@ -19,6 +23,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from headrace.errors import ModelError, RequestError
 
 MAX_OUTPUT_CHARACTERS = 16 * 2**20
+MAX_SECONDS = 2.0
 
 # Ends the final message while it is being continued; a noncharacter, which no text should hold.
 _END = "\ufdd2"
@@ -73,16 +78,20 @@ class ChatTemplate:
     def _run(self, values: dict[str, Any]) -> str:
         pieces, length = [], 0
         try:
-            for piece in self._template.generate(values):
-                pieces.append(piece)
-                length += len(piece)
-                if length > MAX_OUTPUT_CHARACTERS:
-                    raise RequestError(
-                        f"the chat template writes more than {MAX_OUTPUT_CHARACTERS} characters for these messages",
-                        "messages",
-                    )
+            with _time_limit(MAX_SECONDS):
+                for piece in self._template.generate(values):
+                    pieces.append(piece)
+                    length += len(piece)
+                    if length > MAX_OUTPUT_CHARACTERS:
+                        raise RequestError(
+                            f"the chat template writes more than {MAX_OUTPUT_CHARACTERS} characters for these messages",
+                            "messages",
+                        )
         except RequestError:
             raise
+        except _TimeIsOver:
+            fault = f"the model's chat template takes more than {MAX_SECONDS:g} s for these messages"
+            raise RequestError(fault, "messages") from None
         except _Refusal as refusal:
             fault = f"the model's chat template refuses these messages: {_in_short(refusal)}"
             raise RequestError(fault, "messages") from None
@@ -90,6 +99,34 @@ class ChatTemplate:
             fault = f"the model's chat template fails on these messages: {_in_short(error)}"
             raise RequestError(fault, "messages") from None
         return "".join(pieces)
+
+
+class _TimeIsOver(BaseException):
+    """No Exception, which a filter of Jinja's might take for one of its own."""
+
+
+@contextmanager
+def _time_limit(seconds: float) -> Iterator[None]:
+    """Raises _TimeIsOver in what this thread runs within, if it takes longer.
+
+    A template may loop without end and without writing anything. So Python itself looks at the clock, by the hook that
+    debuggers use, at each line and call. While a debugger or a profiler of lines is at work there is no limit.
+    """
+    end = time.monotonic() + seconds
+
+    def look(_frame: FrameType, _event: str, _argument: Any) -> Any:
+        if time.monotonic() > end:
+            raise _TimeIsOver
+        return look
+
+    if sys.gettrace() is not None:
+        yield
+        return
+    sys.settrace(look)
+    try:
+        yield
+    finally:
+        sys.settrace(None)
 
 
 def _in_short(error: Exception) -> str:

@@ -17,6 +17,7 @@ from headrace.server.errors import ApiError
 
 MAX_MESSAGES = 4096
 MAX_PARTS = 1024
+MAX_DEPTH = 100  # of a body; a schema for structured output has two levels per level of what it describes
 MAX_PROMPTS = 1024
 MAX_TOOLS = 128
 
@@ -392,6 +393,8 @@ def parse_json(raw: bytes) -> Any:
     try:
         text = raw.decode("utf-8-sig")
         document = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite_float)
+        if is_deeper(document, MAX_DEPTH):
+            raise RecursionError
         if "\\ud" in text or "\\uD" in text:  # only such an escape makes a surrogate, and only a lone one stays one
             json.dumps(document, ensure_ascii=False).encode()
     except UnicodeDecodeError as error:
@@ -403,12 +406,23 @@ def parse_json(raw: bytes) -> Any:
     except json.JSONDecodeError as error:
         fault = f"is not valid JSON: {error}"
     except RecursionError:
-        fault = "is nested too deeply"
+        fault = f"is nested too deeply: at most {MAX_DEPTH} levels of lists and objects are allowed"
     except ValueError:  # Python's limit on the digits of an integer
         fault = "has a number with too many digits"
     else:
         return document
     raise ApiError(400, f"the body {fault}", code="invalid_json")
+
+
+def is_deeper(value: Any, levels: int) -> bool:
+    """Whether lists and objects in a JSON value are nested in more than so many levels."""
+    level = [value]
+    for _ in range(levels + 1):
+        level = [x for x in level if isinstance(x, dict | list)]
+        if not level:
+            return False
+        level = [item for x in level for item in (x.values() if isinstance(x, dict) else x)]
+    return True
 
 
 class NotANumber(ValueError):
