@@ -9,7 +9,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -176,7 +176,7 @@ class AsyncEngine:
         )  # fmt: skip
         self._run(self._watch(self._process))
         tokenizer = await in_thread(self._open)  # while the process imports what it needs
-        await self._send(Load(self.config))
+        self._send(Load(self.config))
         # Both are under way now: the process reads the weights.
         self.tokenizer = await in_thread(tokenizer)
         first = from_engine(await self._first_message())
@@ -211,7 +211,7 @@ class AsyncEngine:
         process = self._process
         if process is not None:
             if was_ready:
-                await self._send(Stop())
+                self._send(Stop())
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(process.wait(), STOP_SECONDS)
             if process.returncode is None:
@@ -251,7 +251,7 @@ class AsyncEngine:
         with contextlib.ExitStack() as undo:
             undo.callback(answer.close)
             for request in requests:
-                await self._send(Submit(request))
+                self._send(Submit(request))
             await answer.accepted()
             undo.pop_all()
         return answer
@@ -262,9 +262,9 @@ class AsyncEngine:
             if self._answers.pop(request.request_id, None) is not None and self.is_ready:
                 self._send(Abort(request.request_id))
 
-    def _send(self, message: Load | Submit | Abort | Stop) -> Awaitable[Any]:
-        """It is sent at once; to wait for the result is only to hear of errors."""
-        return self._socket.send(encode(message))
+    def _send(self, message: Load | Submit | Abort | Stop) -> None:
+        """Nobody waits for it: it goes at once, or when the process has connected, or never where that has died."""
+        self._socket.send(encode(message))
 
     async def _receive(self) -> None:
         while True:

@@ -11,6 +11,7 @@ from headrace.server.config import ServerConfig
 from headrace.server.errors import ApiError
 
 REFUSED_RETRY = 1  # seconds
+ACCEPTS = 32  # connections that one turn of the event loop takes in
 
 
 class Connection(HttpToolsProtocol):
@@ -134,9 +135,9 @@ def watch_for_silence(connection: socket.socket) -> None:
 def connection_limit(settings: ServerConfig) -> int:
     """How many connections there may be: what the settings say, as far as the limit on open files allows.
 
-    That limit is raised as far as it can be. Some files are for other things than connections.
+    That limit is raised as far as it can be. Some files are for other things, and for connections that are refused.
     """
-    reserve = 64
+    reserve = 64 + 4 * ACCEPTS  # it takes some turns of the event loop until a refused one is closed
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = settings.max_connections + reserve
     if soft < wanted and soft != resource.RLIM_INFINITY:

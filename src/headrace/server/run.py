@@ -22,12 +22,13 @@ from headrace.engine.stats import EngineStats
 from headrace.errors import ConfigError, HeadraceError, RequestError
 from headrace.server.app import create_app
 from headrace.server.config import ServerConfig
-from headrace.server.connection import Connection, connection_limit
+from headrace.server.connection import ACCEPTS, Connection, connection_limit
 from headrace.server.service import Service
 
 logger = logging.getLogger(__name__)
 
 STATUS_SECONDS = 10.0
+BACKLOG = 2048  # connections that may wait to be taken in
 LAST_WORDS_SECONDS = 2  # for errors to reach the clients whose answers were cut off
 
 
@@ -122,13 +123,14 @@ class Server(uvicorn.Server):
     def _uvicorn_config(self) -> uvicorn.Config:
         settings = self.settings
         try:
-            self.listener.listen(2048)
+            self.listener.listen(BACKLOG)
         except OSError as error:  # another program has bound it as we did, and was faster
             raise _cannot_bind(settings, error) from None
         logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # what it says there, it has told the client
         config = uvicorn.Config(
             create_app(self.service),
             http=Connection.with_settings(settings, connection_limit(settings)),
+            backlog=ACCEPTS,
             ws="none",
             lifespan="off",
             loop="asyncio",
@@ -159,6 +161,7 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        self.listener.listen(BACKLOG)  # asyncio has set it to what it takes in at once
         self.engine_died = False
         self.tasks = [asyncio.create_task(self._load()), asyncio.create_task(self._report())]
 
@@ -171,8 +174,8 @@ class Server(uvicorn.Server):
         print(self.greeting(), flush=True)
 
     async def on_tick(self, counter: int) -> bool:
-        if self.engine.death is not None and self.error is None:
-            self.engine_died = True
+        if self.engine.death is not None and self.tasks[0].done():  # else `_load` will say why
+            self.engine_died = self.error is None
             return True
         return await super().on_tick(counter)
 
