@@ -76,5 +76,5 @@ def test_a_request_that_takes_too_long_is_ended(t0_directory: Path, by: str) -> 
     with running_server(t0_directory, **settings) as slow:
         body = {"model": "T0", "prompt": "a", "max_tokens": 500, "ignore_eos": True, "n": 8}
         answer = slow.post("completions", **body, **fields).json()
-        assert {c["finish_reason"] for c in answer["choices"]} == {"abort"}
+        assert {(c["finish_reason"], c["stop_reason"]) for c in answer["choices"]} == {("abort", "timeout")}
         assert 0 < answer["usage"]["completion_tokens"] < 8 * 500
