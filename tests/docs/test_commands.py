@@ -215,3 +215,12 @@ def test_a_command_that_fails_is_noticed() -> None:
         ):
             with pytest.raises(AssertionError, match="exit status"):
                 opened.run(block)
+
+
+def test_every_request_parameter_is_described() -> None:
+    from headrace.server.protocol import ChatBody, CompletionBody, StructuredOutputsField, TokenizeBody
+
+    text = (ROOT / "docs" / "server.md").read_text(encoding="utf-8")
+    for body in (ChatBody, CompletionBody, StructuredOutputsField, TokenizeBody):
+        for name in body.known_fields():
+            assert re.search(rf"[`\"{{ ]{name}\b[`\":.]", text), name

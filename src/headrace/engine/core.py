@@ -63,7 +63,7 @@ class Engine:
         self.config = config
         checkpoint = open_checkpoint(config.model, config.revision)
         self.tokenizer = checkpoint.tokenizer()
-        settings = ("temperature", "top_k", "top_p", "min_p")
+        settings = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
         self.default_sampling = {
             k: checkpoint.generation_config[k] for k in settings if checkpoint.generation_config.get(k) is not None
         }
