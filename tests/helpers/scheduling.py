@@ -299,7 +299,7 @@ class World:
         assert len(named) == sum(b != NO_BLOCK for node in nodes for b in node.blocks), "two nodes name a block"
         assert all(index._owners[block] == owner for block, owner in named.items())
         for node in nodes:
-            assert node.num_children >= children[node.number]
+            assert node.num_children == children[node.number]
             assert children[node.number] or any(b != NO_BLOCK for b in node.blocks), "a node leads nowhere"
 
 

@@ -122,6 +122,10 @@ class TestSomeLayersWithAWindow:
             size(**memory, max_model_len=int(shorter[1]) + 1)
         assert size(**memory | {"kv_cache_memory": int(more[1])}, max_model_len=8192)
 
+    def test_windows_as_long_as_the_context_are_none(self) -> None:
+        assert size(model=self.MODEL, max_model_len=512).layout.windows == (None,)
+        assert size(model=self.MODEL, max_model_len=513).layout.windows == (None, 512, 512, 512)
+
     def test_contiguous_memory_has_room_for_all(self) -> None:
         settings = {"kv_cache_layout": "contiguous", "block_size": 8192, "max_num_seqs": 2}
         plan = size(Available(2**40, ""), model=self.MODEL, **settings)

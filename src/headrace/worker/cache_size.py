@@ -85,8 +85,9 @@ def size_cache(config: EngineConfig, model: DecoderConfig, dtype: torch.dtype, a
 
 
 def _layout(config: EngineConfig, model: DecoderConfig) -> CacheLayout:
-    # A contiguous cache keeps all that a sequence has.
-    windows = (None,) * model.num_layers if config.is_contiguous else model.windows
+    longest = config.max_model_len if isinstance(config.max_model_len, int) else model.max_position
+    # A contiguous cache keeps all that a sequence has, and nothing ever falls out of a window that is longer than it.
+    windows = [None if w is None or w >= longest or config.is_contiguous else w for w in model.windows]
     return CacheLayout.of(windows, config.block_size, config.max_num_batched_tokens)
 
 
