@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from headrace.cli.settings import add_flags, given
+from headrace.errors import ConfigError
 from headrace.quantize.settings import QuantizeSettings
 
+GGUF_TYPES = {"int8": "Q8_0", "int4": "Q4_0", "f16": "F16", "bf16": "BF16"}
 DESCRIPTION = """\
 Makes a model smaller: its matrices in 2, 3, 4 or 8 bits, written as a Hugging Face
 directory in the format of GPTQ, AWQ or compressed-tensors. All on the CPU.
@@ -17,6 +19,9 @@ directory in the format of GPTQ, AWQ or compressed-tensors. All on the CPU.
   awq           scales inputs so that those that matter are rounded finely
   smoothquant   8 bits for weights and activations
 
+With --format gguf a GGUF file is made of another: int8 gives Q8_0, int4 Q4_0 (with
+--no-symmetric Q4_1), and f16 and bf16 are methods as well.
+
 An interrupted run goes on where it was when the same command is given again."""
 
 EXAMPLES = """\
@@ -25,6 +30,7 @@ examples:
   headrace quantize ./model --method gptq --dataset wikitext2 --output ./model-gptq
   headrace quantize ./model --method gptq --bits 3 --group-size 64 --desc-act --dataset text.txt --output ./small
   headrace quantize ./model --method awq --dataset chats.jsonl --samples 64 --output ./model-awq
+  headrace quantize ./model.F16.gguf --method int4 --format gguf --output ./model-q4
   headrace quantize default --method int8 --ignore '*.down_proj' --output ./mixed
 
 exit status:
@@ -51,13 +57,14 @@ def add_to(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     settings = given(args, QuantizeSettings)
+    if settings.get("format") == "gguf":
+        return run_gguf(args, settings)
     if "method" not in settings:
         settings["method"] = ""
     plan = QuantizeSettings(**settings).plan()
 
     import logging
 
-    from headrace.errors import ConfigError
     from headrace.formats.open import open_checkpoint
     from headrace.quantize.calibration import samples
     from headrace.quantize.quantizer import Quantizer
@@ -99,4 +106,27 @@ def run(args: argparse.Namespace) -> int:
     )
     print(f"largest: {worst.error:.3g} in {worst.name.removesuffix('.weight')}")
     print(f"written to {args.output}; try: headrace generate {args.output} 'Once upon a time'")
+    return 0
+
+
+def run_gguf(args: argparse.Namespace, settings: dict[str, Any]) -> int:
+    method, symmetric = settings.get("method", ""), settings.get("symmetric")
+    if method not in GGUF_TYPES:
+        raise ConfigError(f"the gguf format is for the methods {', '.join(GGUF_TYPES)}, not {method!r}")
+    known = {"method", "format", "ignore"} | ({"symmetric"} if method == "int4" else set())
+    for name in sorted(settings.keys() - known):
+        raise ConfigError(f"{name} means nothing for {method} in the gguf format")
+    if args.report or args.threads is not None:
+        raise ConfigError(f"{'report' if args.report else 'threads'} means nothing for the gguf format")
+
+    from headrace.formats.open import open_checkpoint
+    from headrace.quantize.gguf import quantize_gguf
+
+    checkpoint = open_checkpoint(args.model, args.revision)
+    block_type = "Q4_1" if symmetric is False else GGUF_TYPES[method]
+    path, counts = quantize_gguf(checkpoint, Path(args.output), block_type, tuple(settings.get("ignore", ())))
+    if args.json:
+        print(json.dumps({"file": str(path), "tensors": counts}))
+    else:
+        print(f"written to {path}: " + ", ".join(f"{count} tensors in {name}" for name, count in counts.items()))
     return 0

@@ -83,6 +83,7 @@ class GGUFFile:
     metadata: by key; numbers, booleans and strings, and for arrays a NumPy array of numbers, or a list of strings or of
         such arrays.
     tensors: by name, in the order of the file.
+    entries: the bytes of each key with its value, to write them again as they are.
     All methods, and the constructor, raise ModelError with one line that names the file and the fault.
     """
 
@@ -91,6 +92,7 @@ class GGUFFile:
         self._map = _map_file(self.path)
         header = _Header(self.path, self._map)
         self.metadata, self.tensors = header.read()
+        self.entries = header.entries
 
     def blocks(self, name: str) -> NDArray[np.uint8]:
         """The raw blocks of a tensor, uint8 `[rows, row_bytes]`, read-only and not copied."""
@@ -150,6 +152,7 @@ class _Header:
         self.data = data
         self.position = 0
         self.weight = 0
+        self.entries: dict[str, memoryview] = {}
 
     def read(self) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
         reject_lfs_pointer(self.path, self.data[:64], "GGUF file")
@@ -167,11 +170,13 @@ class _Header:
 
         metadata: dict[str, Any] = {}
         for index in range(key_count):
+            start = self.position
             key = self._name(f"the name of key {index}")
             what = quoted(key)
             if key in metadata:
                 self._fault(f"has the key {what} twice")
             metadata[key] = self._value(self._number(NUMBERS[4], f"the type of {what}"), what)
+            self.entries[key] = memoryview(self.data)[start : self.position]
 
         descriptions = [self._tensor(index) for index in range(tensor_count)]
         return metadata, self._place(descriptions, self._alignment(metadata))

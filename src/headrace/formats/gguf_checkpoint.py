@@ -98,18 +98,19 @@ class GGMLWeight(Weight):
 class GGUFCheckpoint(Checkpoint):
     """A model in a GGUF file, or in several: then `path` is the first of them, NAME-00001-of-0000N.gguf.
 
+    files: all of its files. arch: the architecture, by GGUF's name.
     Tensors of other names than those of the supported architectures keep their own.
     Raises ModelError, naming the file and the fault.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        files = _open_parts(self.path)
+        self.files = files = open_parts(self.path)
         self._file = files[0]
-        self._arch = architecture_of(self._file)
+        self.arch = architecture_of(self._file)
         sources = _tensors(files)
         rope_factors = sources.pop(ROPE_FACTORS, None)
-        self._sources = {_hf_name(name, self._arch): (file, name) for name, file in sources.items()}
+        self._sources = {hf_name(name, self.arch): (file, name) for name, file in sources.items()}
         if len(self._sources) < len(sources):
             self._file.fault("has tensors whose names mean the same")
 
@@ -134,11 +135,11 @@ class GGUFCheckpoint(Checkpoint):
             self._file.fault(f"has no tensor {quoted(name)}")
         file, gguf_name = self._sources[name]
         weight = _weight(file, gguf_name)
-        if self._arch == "llama" and ".self_attn.q_proj." in name:
+        if self.arch == "llama" and ".self_attn.q_proj." in name:
             return self._rotate_halves(weight, name, self.config["num_attention_heads"])
-        if self._arch == "llama" and ".self_attn.k_proj." in name:
+        if self.arch == "llama" and ".self_attn.k_proj." in name:
             return self._rotate_halves(weight, name, self.config["num_key_value_heads"])
-        if self._arch == "gemma3" and name.endswith("norm.weight"):
+        if self.arch == "gemma3" and name.endswith("norm.weight"):
             return DenseWeight(weight.dequantize() - 1)
         return weight
 
@@ -174,7 +175,8 @@ def _weight(file: GGUFFile, name: str) -> GGMLWeight:
     return GGMLWeight(file.blocks(name), tensor.block_type, tensor.shape)
 
 
-def _hf_name(name: str, arch: str) -> str:
+def hf_name(name: str, arch: str) -> str:
+    """The Hugging Face name of a tensor; its own if it has no other."""
     stem, _, kind = name.rpartition(".")
     names = _GEMMA_LAYER_NAMES if arch == "gemma3" else _LAYER_NAMES
     layer = re.fullmatch(r"blk\.([0-9]+)\.(\w+)", stem)
@@ -183,7 +185,7 @@ def _hf_name(name: str, arch: str) -> str:
     return f"{_NAMES[stem]}.{kind}" if stem in _NAMES else name
 
 
-def _open_parts(path: Path) -> list[GGUFFile]:
+def open_parts(path: Path) -> list[GGUFFile]:
     """The file, and the others that it is split into, if it is."""
     first = GGUFFile(path)
     count = first.value("split.count", int) or 1

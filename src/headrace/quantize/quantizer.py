@@ -70,7 +70,7 @@ class Quantizer:
         """Whether a matrix, by its name without `.weight`, gets fewer bits."""
         if not any(name.endswith("." + m) for stage in STAGES for m in stage):
             return False
-        return not any(_matches(pattern, name) for pattern in self.plan.ignore)
+        return not any(matches(pattern, name) for pattern in self.plan.ignore)
 
     def _check_matrices(self) -> None:
         scheme, form = self.plan.scheme, self.plan.format
@@ -79,7 +79,7 @@ class Quantizer:
         ]
         quantized = [name for name in names if self.quantizes(name)]
         for pattern in self.plan.ignore:
-            if not any(_matches(pattern, name) for name in names):
+            if not any(matches(pattern, name) for name in names):
                 raise ConfigError(f"ignore: {pattern!r} is not the name of any matrix, such as {names[1]}")
         if not quantized:
             raise ConfigError("ignore leaves no matrix to quantize")
@@ -367,7 +367,7 @@ class Quantizer:
                 return ct_format.config(groups, form, sorted({"lm_head", *ignored}))
 
 
-def _matches(pattern: str, name: str) -> bool:
+def matches(pattern: str, name: str) -> bool:
     """Whether a name is meant by a pattern with * and ?, or after `re:` by a regular expression."""
     if pattern.startswith("re:"):
         try:
