@@ -276,6 +276,42 @@ def test_little_data(tmp_path: Path, t0q: Path, ids: list[Any], caplog: pytest.L
     assert torch.isfinite(logits(open_checkpoint(str(tmp_path / "out")))).all()
 
 
+@pytest.mark.parametrize("data", [None, [], [[]], [[65, 66], []]])
+def test_no_data(tmp_path: Path, t0q: Path, data: list[list[int]] | None) -> None:
+    plan = QuantizeSettings(method="gptq", group_size=32, dataset="given").plan()
+    with pytest.raises(ConfigError, match="needs calibration data"):
+        Quantizer(open_checkpoint(str(t0q)), tmp_path / "out", plan).run(data)
+    assert not (tmp_path / "out").exists()
+
+
+def test_awkward_weights_and_activations_in_int8(tmp_path: Path) -> None:
+    """A channel of 1e4 with 1e-4 behind it, a row of zeros, a row with one large weight: the most likely token stays the
+    same at nine of ten positions, and nothing becomes NaN. (With weights alone in int8: tests/quantize/test_on_load.)
+    """
+    weights = t0_weights()
+    weights["model.layers.0.input_layernorm.weight"][7] = 1e4
+    for part in "qkv":
+        weights[f"model.layers.0.self_attn.{part}_proj.weight"][:, 7] *= 1e-4
+    weights["model.layers.0.mlp.gate_proj.weight"][5] = 0
+    weights["model.layers.1.self_attn.o_proj.weight"][9] = 0
+    weights["model.layers.1.self_attn.o_proj.weight"][9, 3] = 1e3
+    path = save_t0(tmp_path / "in", weights=weights)
+    quantize(path, tmp_path / "out", **RUNS["smoothquant"])
+    for file in (tmp_path / "out").glob("*.safetensors"):
+        for name, value in load_file(file).items():
+            assert not name.endswith("scale") or (torch.isfinite(value).all() and (value > 0).all()), name
+    before, after = open_checkpoint(str(path)), open_checkpoint(str(tmp_path / "out"))
+    rng = np.random.default_rng(0)
+    same = total = 0
+    for _ in range(4):
+        ids = rng.integers(1, 256, 50).tolist()
+        a, b = logits(before, ids), logits(after, ids)
+        assert torch.isfinite(b).all()
+        same += int((a.argmax(-1) == b.argmax(-1)).sum())
+        total += len(ids)
+    assert same >= 0.9 * total
+
+
 def test_output_that_cannot_be_written(tmp_path: Path, t0q: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(ConfigError, match="file"):

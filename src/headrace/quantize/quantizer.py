@@ -108,6 +108,8 @@ class Quantizer:
 
     def run(self, samples: list[list[int]] | None) -> list[MatrixReport]:
         """Does the work, with a progress bar on a terminal. samples: token ids, for methods that calibrate."""
+        if self.plan.calibrates and not (samples and all(samples)):
+            raise ConfigError(f"{self.plan.method} needs calibration data: samples of at least one token each")
         state = self._begin(samples)
         with torch.inference_mode():
             run = LayerRun(self.reader, samples) if samples else None
