@@ -285,9 +285,8 @@ def test_no_data(tmp_path: Path, t0q: Path, data: list[list[int]] | None) -> Non
 
 
 def test_awkward_weights_and_activations_in_int8(tmp_path: Path) -> None:
-    """A channel of 1e4 with 1e-4 behind it, a row of zeros, a row with one large weight: the most likely token stays the
-    same at nine of ten positions, and nothing becomes NaN. (With weights alone in int8: tests/quantize/test_on_load.)
-    """
+    """A channel of 1e4 with 1e-4 behind it, a row of zeros, a row with one large weight: no NaN, and the most likely
+    token stays the same at nine of ten positions. (With weights alone in int8: test_on_load.py.)"""
     weights = t0_weights()
     weights["model.layers.0.input_layernorm.weight"][7] = 1e4
     for part in "qkv":
