@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 Grammar = dict[str, Any]
 ANY_ARGUMENTS = {"type": "object"}
+# Keywords of a schema that, without any properties, describes a function without arguments.
+NO_ARGUMENTS = {"type", "properties", "required", "additionalProperties", "title", "description", "$schema"}
 
 
 @dataclass(frozen=True)
@@ -150,8 +152,8 @@ class AnswerForm:
         from headrace.structured.grammars import json_grammar
 
         schema = function.parameters or {}
-        if schema.get("type", "object") == "object" and not schema.get("properties") and "$ref" not in schema:
-            return None if not function.parameters or "properties" in schema else json_grammar(ANY_ARGUMENTS)
+        if not schema.get("properties") and schema.keys() <= NO_ARGUMENTS and (not schema or "properties" in schema):
+            return None
         grammar = json_grammar(schema, lenient=not function.strict)
         assert self._grammars is not None
         try:

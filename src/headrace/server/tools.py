@@ -49,43 +49,39 @@ class ToolFormat:
         kind: "calls", "calls or body" where `body` is another grammar, or "calls or text", which is None where only the
             whole answer could tell which of them it is.
         """
-        opening, closing = mark(tokenizer, self.opening), mark(tokenizer, self.closing)
-        head, middle, tail = {
-            "named": ("", f" {mark(tokenizer, '[ARGS]')} ", ""),
-        }.get(self.form, ('"{\\"name\\": " ', f" {literal(f', {json.dumps(self.arguments)}: ')} ", ' "}"'))
-        calls = [
-            head + literal(name if self.form == "named" else json.dumps(name)) + middle
-            + (f"@arguments_{index}" if takes_any else '"{}"') + tail
-            for index, (name, takes_any) in enumerate(zip(names, takes, strict=True))
-        ]  # fmt: skip
-        after, more = "call", f"({literal(self.between)} one)*" if self.between else "one*"
-        if self.form == "list":
-            after, more = ('"[" call (", " call)* "]"' if several else '"[" call "]"'), ""
-        elif self.closing:
-            after = f'"\\n" call "\\n" {closing}'
-        rules = [f"one: {opening} {after}", f"call: {' | '.join(calls)}"]
-        more = more if several else ""
-        if kind == "calls":
-            rules += [f"start: one {more}"]
-        elif kind == "calls or body":
-            if not self.opening:
-                return None
-            rules += [f"start: one {more} | @body"]
-        elif not self.opening:
+        if kind != "calls" and not self.opening:
             return None
+        opening, closing = mark(tokenizer, self.opening), mark(tokenizer, self.closing)
+        if self.form == "list":
+            after = '"[" call (", " call)* "]"' if several else '"[" call "]"'
         else:
-            rules += ["content: CONTENT", r"CONTENT: /(.|\n)*/"]
-            if opening.startswith("<["):
-                rules += ["start: content one" + ("*" if several else "?")]
-            else:
-                rules += [f"opening[lazy]: CONTENT {opening}", f"begun: opening {after}"]
-                rules += ["start: " + ("begun* content" if several else "content | begun")]
+            after = f'"\\n" call "\\n" {closing}' if closing else "call"
+        calls = [self._call(tokenizer, i, name, any_) for i, (name, any_) in enumerate(zip(names, takes, strict=True))]
+        rules = [f"call: {' | '.join(calls)}", f"one: {opening} {after}"]
+        all_calls = f"one ({literal(self.between)} one)*" if several and self.between else "one+" if several else "one"
+        if kind == "calls":
+            rules += [f"start: {all_calls}"]
+        elif kind == "calls or body":
+            rules += [f"start: {all_calls} | @body"]
+        elif opening.startswith("<["):  # a special token, which no text can hold
+            rules += ["start: text one" + ("*" if several else "?"), "text: TEXT", TEXT]
+        else:  # text ends where the mark appears in it for the first time
+            rules += ["start: " + ("begun* text" if several else "text | begun"), "text: TEXT", TEXT]
+            rules += [f"begun: mark {after}", f"mark[lazy]: TEXT {opening}"]
         return "\n".join(rules)
 
+    def _call(self, tokenizer: Tokenizer, index: int, name: str, takes_any: bool) -> str:
+        """A call of one function, without marks, as Lark writes it."""
+        arguments = f"@arguments_{index}" if takes_any else literal("{}")
+        if self.form == "named":
+            return f"{literal(name)} {mark(tokenizer, '[ARGS]')} {arguments}"
+        before = f'{{"name": {json.dumps(name)}, {json.dumps(self.arguments)}: '
+        return f"{literal(before)} {arguments} {literal('}')}"
 
-HERMES = ToolFormat("<tool_call>", "</tool_call>", between="\n")
+
+TEXT = r"TEXT: /(.|\n)*/"
 FORMATS = {
-    "hermes": HERMES,
+    "hermes": ToolFormat("<tool_call>", "</tool_call>", between="\n"),
     "llama3_json": ToolFormat(arguments="parameters", between="; "),
     "mistral": ToolFormat("[TOOL_CALLS]", form="list", id_length=9),
     "mistral_args": ToolFormat("[TOOL_CALLS]", form="named", id_length=9),
