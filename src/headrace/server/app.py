@@ -28,7 +28,7 @@ Route = Callable[[Request], Awaitable[Response]]
 
 def create_app(service: Service) -> FastAPI:
     """The application; its engine is started and stopped by others."""
-    app = FastAPI(redirect_slashes=False, openapi_url=None)
+    app = FastAPI(redirect_slashes=False, openapi_url=None, docs_url=None)
     engine, names, config = service.engine, service.names, service.config
 
     async def on_error(request: Request, error: Exception) -> Response:
