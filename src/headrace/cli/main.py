@@ -39,7 +39,7 @@ exit status:
   0    all went well
   1    the model, the settings or the machine do not allow it; stderr says what and why
   2    the command line is wrong
-  130  interrupted by Ctrl-C
+  130  interrupted by Ctrl-C ('headrace serve' has others, see there)
 
 files:
   ~/.cache/headrace/models   the default model
