@@ -1,5 +1,6 @@
 """However requests are scheduled, the tokens are NumPy's: policies, layouts, prefix hits, forks, preemption."""
 
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ from headrace.config import EngineConfig
 from headrace.engine.request import Request
 from headrace.errors import ConfigError, OverloadedError
 from headrace.ops.reference import Ops
+from headrace.sampling.params import StructuredOutputs
+from headrace.structured.grammars import Grammars
 from helpers.t0_engine import numpy_greedy, random_prompt, t0_llm
 
 PROMPTS = [random_prompt(n) for n in (1, 15, 16, 17, 32, 33, 70)]
@@ -97,6 +100,44 @@ def test_time_that_is_over(t0_dir: Path) -> None:
     assert not engine.has_work
     stats = engine.stats()
     assert (stats.num_expired_waiting, stats.num_expired_running, stats.num_finished) == (3, 1, 0)
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "static"])
+def test_time_that_is_over_when_there_is_room_at_last(t0_dir: Path, policy: str) -> None:
+    """In the very step in which it could begin; none of its sequences does."""
+    settings = {"scheduling_policy": policy, "max_model_len": 100, "static_batch_timeout_ms": 0}
+    engine = t0_llm(t0_dir, max_num_seqs=1, **settings).engine
+    now = [0.0]
+    engine.scheduler.clock = lambda: now[0]
+    engine.add_request(Request("runs", [1], SamplingParams(max_tokens=1)))
+    engine.add_request(Request("waits", [2], SamplingParams(n=3), queue_timeout=1))
+    engine.step()
+    now[0] = 2.0
+    deltas = engine.step()
+    assert [(d.request_id, d.stop_reason, d.token_ids) for d in deltas] == [("waits", "timeout", [])] * 3
+    assert not engine.has_work
+
+
+def test_while_a_grammar_is_compiled_the_request_is_in_the_queue(t0_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = t0_llm(t0_dir, max_waiting_requests=3).engine
+    now = [0.0]
+    engine.scheduler.clock = lambda: now[0]
+    monkeypatch.setattr(Grammars, "compile", lambda self, outputs: Future())  # never done
+    params = SamplingParams(n=3, structured_outputs=StructuredOutputs(regex="a+"))
+    engine.add_request(Request("compiles", [1], params, timeout=5))
+    assert engine.stats().waiting == 3
+    with pytest.raises(OverloadedError, match="3 requests wait"):
+        engine.add_request(Request("more", [1], params))
+    assert not engine.step()
+    now[0] = 6.0
+    deltas = engine.step()
+    assert len(deltas) == 3
+    assert all(d.error is not None for d in deltas)
+    assert not engine.has_work
+    engine.add_request(Request("aborted", [1], params))
+    engine.abort("aborted")
+    assert not engine.step()
+    assert engine.stats().waiting == 0
 
 
 def test_the_configs_times_hold_for_requests_with_longer_ones(t0_dir: Path) -> None:

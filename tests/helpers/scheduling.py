@@ -91,6 +91,7 @@ class World:
         self.known: dict[int, Sequence] = {}
         self.prompts: dict[int, list[int]] = {}
         self.streamed: dict[int, list[int]] = {}
+        self.unready: list[list[Sequence]] = []  # requests that are held
         self.finished: list[Sequence] = []
         self.ended: list[Sequence] = []
         self.num_steps = 0
@@ -103,7 +104,9 @@ class World:
             return self.cache.pool.block_size
         return self.cache.layout.longest(self.cache.pool.num_blocks, LONGEST)
 
-    def submit(self, prompt: list[int], output: int = 4, *, n: int = 1, **fields: Any) -> list[Sequence]:
+    def submit(
+        self, prompt: list[int], output: int = 4, *, n: int = 1, is_ready: bool = True, **fields: Any
+    ) -> list[Sequence]:
         """Queues a request of n sequences. `queue_timeout` and `timeout` are from now."""
         params = SamplingParams(n=n, max_tokens=output, prompt_logprobs=fields.pop("prompt_logprobs", None))
         for name in ("queue_timeout", "timeout"):
@@ -128,8 +131,21 @@ class World:
             self.streamed[sequence.seq_id] = []
             sequences.append(sequence)
         self.s.check(len(prompt), len(prompt) + output)
-        self.s.add(sequences[0], sequences[1:])
+        self.s.add(sequences[0], sequences[1:], is_ready=is_ready)
+        if not is_ready:
+            self.unready.append(sequences)
         return sequences
+
+    def release(self) -> None:
+        """Releases the request that has been held longest. If its first sequence is gone, all are aborted, as they are
+        in the engine."""
+        first, *siblings = self.unready.pop(0)
+        if first.status is Status.HELD:
+            self.s.release(first, siblings)
+            return
+        for sequence in siblings:
+            if sequence.seq_id in self.known:
+                self.abort(sequence)
 
     def abort(self, sequence: Sequence) -> None:
         self.s.remove(sequence)
@@ -140,12 +156,16 @@ class World:
         first = self.s.running[0] if self.s.running else None
         waiting = [s.rank for s in self.s.waiting] if not isinstance(self.s.waiting, FairShare) else []
         was_running = set(before)
+        for sequence, waited_in_vain in self.s.expire():
+            assert sequence.status is Status.GONE
+            if sequence.seq_id in self.known:
+                self._forget(sequence, self.ended)
+            for sibling in list(self.known.values()):
+                if waited_in_vain and sibling.seed == sequence.seed:  # seeds are by request
+                    assert sibling.num_cached is None or isinstance(self.s, StaticScheduler)
+                    self.abort(sibling)
         plan = self.s.schedule()
         self.num_steps += 1
-        for sequence, _ in self.s.expired:
-            assert sequence.status is Status.GONE
-            self._forget(sequence, self.ended)
-        self.s.expired.clear()
         for sequence in self.known.values():
             assert sequence.deadline is None or sequence.deadline > self.now, "a deadline has passed"
             late = sequence.queue_deadline is not None and sequence.queue_deadline <= self.now
@@ -166,6 +186,8 @@ class World:
 
     def run(self, most: int = 5000) -> None:
         """Until everyone has finished."""
+        while self.unready:
+            self.release()
         for _ in range(most):
             if not self.s.has_work:
                 break
@@ -339,9 +361,12 @@ def random_action(world: World, rng: random.Random) -> None:
             tenant=rng.choice("abc"),
             salt=rng.choice(["", "", "s"]),
             prompt_logprobs=rng.choice([None, None, None, 0]),
+            is_ready=rng.random() < 0.9,
             queue_timeout=rng.choice([None, None, None, 0.05, 1.0]),
             timeout=rng.choice([None, None, None, 0.5]),
         )
+    elif dice < 0.27 and world.unready:
+        world.release()
     elif dice < 0.3 and world.known:
         world.abort(world.known[rng.choice(sorted(world.known))])
     else:

@@ -248,8 +248,9 @@ def the_queue_is_jumped(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def nobody_looks_at_the_clock(original: Callable[..., Any]) -> Callable[..., Any]:
-    def expire(self: Scheduler) -> None:
+    def expire(self: Scheduler) -> list[Any]:
         self._queue_deadlines.clear()
+        return []
 
     return expire
 
@@ -293,7 +294,7 @@ FAULTS: list[tuple[type, str, Callable[[Callable[..., Any]], Callable[..., Any]]
     (Scheduler, "_grow", the_victim_is_the_first),
     (Scheduler, "_enter", one_sequence_too_many),
     (WaitingQueue, "push", the_queue_is_jumped),
-    (Scheduler, "_expire", nobody_looks_at_the_clock),
+    (Scheduler, "expire", nobody_looks_at_the_clock),
     (Scheduler, "_let_siblings_go", held_siblings_are_forgotten),
     (Scheduler, "_preempt", a_generated_token_changes),
 ]

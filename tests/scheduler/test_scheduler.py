@@ -277,6 +277,32 @@ class TestQueue:
         assert world.finished == [c]
         assert len(world.streamed[0]) == 5
 
+    def test_a_request_that_does_not_begin_in_time_is_ended_whole(self) -> None:
+        """In the step in which there is room at last: none of its sequences takes it."""
+        world = World(seqs=1, step_seconds=lambda plan: 1.0)
+        world.submit(numbered(1), 2)
+        world.submit(numbered(1, 1), n=3, queue_timeout=2)
+        world.step()
+        world.step()
+        assert len(world.finished) == 1
+        assert not world.step().sequences
+        assert len(world.ended) == 3
+
+    def test_one_that_is_not_ready_holds_its_place_and_its_time_runs(self) -> None:
+        world = World(seqs=1, max_waiting_requests=2, step_seconds=lambda plan: 1.0)
+        (first,) = world.submit(numbered(1), 1, is_ready=False)
+        (second,) = world.submit(numbered(1, 1), 2)
+        (third,) = world.submit(numbered(1, 2), 2, is_ready=False, queue_timeout=2)
+        with pytest.raises(OverloadedError):
+            world.s.check_queue(1)
+        world.step()
+        world.release()
+        (last,) = world.submit(numbered(1, 3), 1)
+        while world.s.has_work:
+            world.step()
+        assert world.finished == [second, first, last], "by arrival, among those who were ready"
+        assert world.ended == [third]
+
     def test_one_that_was_preempted_does_not_expire_in_the_queue(self) -> None:
         world = World(blocks=4, block_size=4, prefix=False, step_seconds=lambda plan: 1.0)
         for i in range(2):

@@ -48,7 +48,6 @@ class _Stream:
     request_id: str
     sequence: Sequence
     detokenizer: Detokenizer
-    is_queued: bool = True  # known to the scheduler: not while its grammar is being compiled
 
 
 class Engine:
@@ -146,7 +145,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or bool(self._compiling)
+        return self.scheduler.has_work
 
     def stats(self) -> EngineStats:
         s = self.scheduler
@@ -185,7 +184,7 @@ class Engine:
             self._grammars.check(request.params.structured_outputs)
 
     def check_room(self, request: Request) -> None:
-        """Raises OverloadedError if the queue is too full for a request. Any thread may call it."""
+        """Raises OverloadedError if the queue is too full for a request."""
         self.scheduler.check_queue(len(request.prompt_token_ids), request.params.n)
 
     def has_room(self, request: Request) -> bool:
@@ -237,11 +236,9 @@ class Engine:
         ]
         for sequence in sequences:
             detokenizer = Detokenizer(self.tokenizer, prompt, params)
-            is_queued = params.structured_outputs is None
-            self._streams[sequence.seq_id] = _Stream(request.request_id, sequence, detokenizer, is_queued)
-        if params.structured_outputs is None:
-            self.scheduler.add(sequences[0], sequences[1:])
-        else:
+            self._streams[sequence.seq_id] = _Stream(request.request_id, sequence, detokenizer)
+        self.scheduler.add(sequences[0], sequences[1:], is_ready=params.structured_outputs is None)
+        if params.structured_outputs is not None:
             self._compiling.append((self._grammars.compile(params.structured_outputs), sequences))
 
     def abort(self, request_id: str) -> list[TokenDelta]:
@@ -256,9 +253,8 @@ class Engine:
     def step(self) -> list[TokenDelta]:
         """Runs one step. Returns what is new, for each sequence that got a token."""
         begun = self.scheduler.clock()
-        deltas = self._take_compiled()
+        deltas = self._take_compiled() + self._expire()
         plan = self.scheduler.schedule()
-        deltas += self._expire()
         if not plan.sequences:
             if self.has_work:
                 time.sleep(IDLE)
@@ -299,19 +295,17 @@ class Engine:
 
                 for sequence in sequences:
                     sequence.constraint = Constraint(grammar.result())
-                    self._streams[sequence.seq_id].is_queued = True
-                self.scheduler.add(sequences[0], sequences[1:])
+                self.scheduler.release(sequences[0], sequences[1:])
         return deltas
 
     def _expire(self) -> list[TokenDelta]:
         """Ends the sequences whose time is over. One that waited in vain takes its whole request with it."""
-        expired, self.scheduler.expired = self.scheduler.expired, []
         deltas = []
-        for sequence, never_ran in expired:
+        for sequence, waited_in_vain in self.scheduler.expire():
             stream = self._streams.get(sequence.seq_id)
             if stream is None:  # gone with the first of its request
                 continue
-            if never_ran:
+            if waited_in_vain:
                 last = self._end_all(stream.request_id)
                 self.num_expired_waiting += len(last)
                 waited = self.scheduler.clock() - sequence.arrival
@@ -394,7 +388,7 @@ class Engine:
     def _forget(self, stream: _Stream) -> None:
         """Takes a sequence that has ended out of everything."""
         seq_id = stream.sequence.seq_id
-        if stream.is_queued and stream.sequence.status is not Status.GONE:
+        if stream.sequence.status is not Status.GONE:
             self.scheduler.remove(stream.sequence)
         del self._streams[seq_id]
         unfinished = self._requests[stream.request_id]

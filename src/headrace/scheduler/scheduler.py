@@ -11,7 +11,6 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from threading import Lock
 
 from headrace.errors import OverloadedError, RequestError
 from headrace.kvcache.manager import CacheManager
@@ -107,8 +106,6 @@ class Scheduler:
     clock: seconds from any origin. swap: preempted sequences go to the host's memory, if there is room.
     running: in order of rank. waiting_tokens: of the prompts of sequences that wait for their first turn.
     num_refused: requests for which the queue was too full, by what it was full of.
-    expired: sequences whose time ran out, since the caller last emptied it; each with
-        whether it was still waiting for its turn.
     """
 
     def __init__(
@@ -125,11 +122,9 @@ class Scheduler:
         self.waiting = FirstComeFirstServed() if policy is None else policy
         self.cost = CostModel() if cost is None else cost
         self.running: list[Sequence] = []
-        self.expired: list[tuple[Sequence, bool]] = []
         self.num_preemptions = self.num_swapped_out = self.num_copied_blocks = 0
         self._num_held = 0
         self.num_refused = {"requests": 0, "prompt tokens": 0}
-        self._refusing = Lock()
         self.waiting_tokens = 0
         self._deadlines: list[tuple[float, int, Sequence]] = []
         self._queue_deadlines: list[tuple[float, int, Sequence]] = []
@@ -160,12 +155,11 @@ class Scheduler:
         return self._overflow(num_prompt, n) is None
 
     def check_queue(self, num_prompt: int, n: int = 1) -> None:
-        """Raises OverloadedError if there is no room in the queue for a request. Any thread may call it."""
+        """Raises OverloadedError if there is no room in the queue for a request."""
         overflow = self._overflow(num_prompt, n)
         if overflow is not None:
             what, waiting, limit = overflow
-            with self._refusing:
-                self.num_refused[what] += 1
+            self.num_refused[what] += 1
             retry = self.retry_after()
             raise OverloadedError(
                 f"the queue is full: {waiting} {what} wait and the limit is {limit}; try again in {retry} s", retry
@@ -183,8 +177,11 @@ class Scheduler:
                     return what, waiting, limit
         return None
 
-    def add(self, sequence: Sequence, siblings: list[Sequence] | None = None) -> None:
-        """Queues the first sequence of a request, and holds its siblings until it has computed their prompt."""
+    def add(self, sequence: Sequence, siblings: list[Sequence] | None = None, *, is_ready: bool = True) -> None:
+        """Queues the first sequence of a request, and holds its siblings until it has computed their prompt.
+
+        One that is not ready is held too, until `release`. Meanwhile it takes a place in the queue, and its time runs.
+        """
         now = self.clock()
         sequence.siblings = siblings or []
         self._num_held += len(sequence.siblings)
@@ -195,6 +192,14 @@ class Scheduler:
                 heapq.heappush(self._deadlines, (each.deadline, each.seq_id, each))
         if sequence.queue_deadline is not None:
             heapq.heappush(self._queue_deadlines, (sequence.queue_deadline, sequence.seq_id, sequence))
+        if is_ready:
+            self._queue(sequence)
+        else:
+            self._num_held += 1
+
+    def release(self, sequence: Sequence, siblings: list[Sequence] | None = None) -> None:
+        """Queues what was added when it was not ready, in its place by arrival. To be called as `add` was."""
+        self._num_held -= 1
         self._queue(sequence)
 
     def remove(self, sequence: Sequence) -> None:
@@ -210,12 +215,28 @@ class Scheduler:
         if sequence.num_computed < sequence.num_prompt:
             self._let_siblings_go(sequence, forked=False)
 
+    def expire(self) -> list[tuple[Sequence, bool]]:
+        """Takes out the sequences whose time is over; to be called before `schedule`.
+
+        Returns each with whether its request has not begun. If so, it is for the caller to end the rest of that.
+        """
+        now = self.clock()
+        expired = []
+        for heap, in_queue in ((self._queue_deadlines, True), (self._deadlines, False)):
+            while heap and (heap[0][0] <= now or heap[0][2].status is Status.GONE):
+                sequence = heapq.heappop(heap)[2]
+                # While the first sequence of a request waits, so do the others.
+                waits_in_vain = sequence.num_cached is None and sequence.index == 0
+                if sequence.status is not Status.GONE and (waits_in_vain or not in_queue):
+                    expired.append((sequence, waits_in_vain))
+                    self.remove(sequence)
+        return expired
+
     def schedule(self) -> StepPlan:
         """Chooses what runs now. The caller runs it, then calls `advance` for each sequence, and `record`.
 
-        The plan has no sequences where all have expired.
+        The plan may have no sequences: where all have to wait for something.
         """
-        self._expire()
         draft = _Draft(self.limits, self.cost)
         preemptions = self.num_preemptions
         with _without_collections():
@@ -287,16 +308,6 @@ class Scheduler:
         for sibling in held:
             self._num_held -= 1
             self._queue(sibling)
-
-    def _expire(self) -> None:
-        now = self.clock()
-        for heap, in_queue in ((self._queue_deadlines, True), (self._deadlines, False)):
-            while heap and (heap[0][0] <= now or heap[0][2].status is Status.GONE):
-                sequence = heapq.heappop(heap)[2]
-                never_ran = sequence.status is not Status.RUNNING and sequence.num_cached is None
-                if sequence.status is not Status.GONE and (never_ran or not in_queue):
-                    self.expired.append((sequence, never_ran))
-                    self.remove(sequence)
 
     # Who runs
 

@@ -38,9 +38,14 @@ class StaticScheduler(Scheduler):
         self.timeout = timeout
         self._batch: list[_Member] = []
 
-    def add(self, sequence: Sequence, siblings: list[Sequence] | None = None) -> None:
+    def add(self, sequence: Sequence, siblings: list[Sequence] | None = None, *, is_ready: bool = True) -> None:
         for each in (sequence, *(siblings or [])):  # nothing is shared, so that each is a row of its own
-            super().add(each)
+            super().add(each, is_ready=is_ready)
+
+    def release(self, sequence: Sequence, siblings: list[Sequence] | None = None) -> None:
+        for each in (sequence, *(siblings or [])):
+            if each.status is Status.HELD:
+                super().release(each)
 
     def remove(self, sequence: Sequence) -> None:
         if sequence.status is not Status.RUNNING:
@@ -55,7 +60,6 @@ class StaticScheduler(Scheduler):
 
     def schedule(self) -> StepPlan:
         """As Scheduler's. The plan is empty while the batch is gathered."""
-        self._expire()
         if not self._batch:
             self._gather()
         plan = StepPlan()
