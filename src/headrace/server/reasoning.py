@@ -1,14 +1,13 @@
 """Tells what a model thinks, `<think>...</think>`, from what it answers, as it writes both."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from headrace.formats.tokenizer import Tokenizer
+from headrace.server.tool_parsers import overlap
 
 if TYPE_CHECKING:
     from headrace.server.protocol import ChatBody
-
-Delta = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -66,11 +65,7 @@ class ReasoningParser:
         if mark:
             self.in_reasoning, self._begins, self._held = False, True, rest
             return text.rstrip()
-        kept = len(self._held)
-        while kept and any(self._held[kept - 1 :].startswith(x) for x in " \t\r\n"):
-            kept -= 1
-        kept = next((i for i in range(len(self._held)) if self.tags.closing.startswith(self._held[i:])), kept)
-        text = self._held[:kept].rstrip()
+        text = self._held[: len(self._held) - overlap(self._held, self.tags.closing)].rstrip()
         self._held = self._held[len(text) :]
         return text
 

@@ -120,7 +120,7 @@ class JsonCalls(ToolParser):
     def _text(self) -> Reader:
         """Up to and with the mark."""
         while not self._held.endswith(self.opening):
-            safe = len(self._held) - _overlap(self._held, self.opening)
+            safe = len(self._held) - overlap(self._held, self.opening)
             self._content(self._held[:safe])
             self._held = self._held[safe:]
             yield
@@ -139,7 +139,7 @@ class JsonCalls(ToolParser):
                 if self._held:  # that was no call
                     return self._give_up()
             elif self.num_calls > before and not inside:  # only what stands between calls, or a mark begins
-                self._held = self._held[len(self._held) - _overlap(self._held, self.opening) :]
+                self._held = self._held[len(self._held) - overlap(self._held, self.opening) :]
             elif self.num_calls > before and self.closing and self.closing.startswith(inside):
                 if inside == self.closing:
                     self._held = ""
@@ -255,26 +255,31 @@ class PythonicCalls(ToolParser):
         while not self._held.strip():
             yield
         if self._held.strip() == "[":
-            depth = 1
-            while depth:
-                yield
-                depth += {"[": 1, "]": -1}.get(self._held[-1], 0)
-                # Brackets within strings count too; so where they seem to be closed, it is tried.
-                if self._held[-1] == "]" and self._give_out(self._held):
-                    depth = 0
-                elif depth == 0:
-                    depth = 1
+            yield from self._list()
+            self._give_out(self._held)
         while True:
             self._give_up()
             yield
 
-    def _give_out(self, text: str) -> bool:
-        calls = python_calls(text.strip(), self.names)
-        for name, arguments in calls or []:
+    def _list(self) -> Reader:
+        """Up to the bracket that closes the list."""
+        depth, quote, escaped = 1, "", False
+        while depth:
+            yield
+            character = self._held[-1]
+            if quote:
+                quote = "" if character == quote and not escaped else quote
+                escaped = character == "\\" and not escaped
+            elif character in "\"'":
+                quote = character
+            else:
+                depth += (character == "[") - (character == "]")
+
+    def _give_out(self, text: str) -> None:
+        for name, arguments in python_calls(text.strip(), self.names) or []:
             self._call(name)
             self._arguments(arguments)
             self.is_complete = True
-        return bool(calls)
 
 
 def python_calls(text: str, names: Collection[str]) -> list[tuple[str, str]] | None:
@@ -294,6 +299,6 @@ def python_calls(text: str, names: Collection[str]) -> list[tuple[str, str]] | N
     return calls
 
 
-def _overlap(text: str, mark: str) -> int:
+def overlap(text: str, mark: str) -> int:
     """How many characters at the end of `text` may be the beginning of `mark`."""
     return next((n for n in range(min(len(text), len(mark) - 1), 0, -1) if text.endswith(mark[:n])), 0)
