@@ -8,6 +8,7 @@ from typing import Any
 import jsonschema
 import pytest
 
+from headrace.errors import ConfigError, ModelError
 from headrace.formats.tokenizer import Tokenizer
 from headrace.server.protocol import Tool
 from headrace.server.tools import explained_messages
@@ -343,3 +344,18 @@ def test_the_parsers_can_be_set_by_hand(tmp_path: Path) -> None:
         )
         assert refused.status_code == 400
         assert refused.json()["error"]["param"] == "response_format"
+
+
+def test_a_template_can_be_given(tmp_path: Path) -> None:
+    (tmp_path / "own.jinja").write_text("{% for m in messages %}<{{ m.content }}>{% endfor %}é")
+    (tmp_path / "broken.jinja").write_text("{% for %}")
+    for template in (None, TEMPLATE):
+        model = save_t0(tmp_path / str(template is None), chat_template=template)
+        with running_server(model, {"chat_template": str(tmp_path / "own.jinja")}) as server:
+            sent = server.http.post("/tokenize", json={"messages": HI}).json()
+            assert bytes(sent["tokens"]).decode() == "<Hi>é"
+            answer = server.post("chat/completions", model=model.name, messages=HI, max_tokens=1)
+            assert answer.json()["usage"]["prompt_tokens"] == sent["count"]
+    for bad, error in (("missing.jinja", ConfigError), ("broken.jinja", ModelError)):
+        with pytest.raises(error, match=bad), running_server(model, {"chat_template": str(tmp_path / bad)}):
+            pass

@@ -90,6 +90,11 @@ class Tokenizer:
         default = self.chat_templates.get("default")
         return self.chat_templates.get("tool_use", default) if with_tools else default
 
+    def set_chat_template(self, source: str) -> None:
+        """Replaces the model's templates by one. Raises ModelError if it does not compile."""
+        self._templates = {"default": ChatTemplate(source)}
+        self.chat_templates = {"default": source}
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a prompt. The text of a special token becomes that token: use chats for text of others.
 
@@ -206,7 +211,8 @@ class Tokenizer:
         name = "tool_use" if tools is not None and "tool_use" in self._templates else "default"
         if name not in self._templates:
             raise RequestError(
-                "this model has no chat template, so it takes plain prompts only; for messages use a model with one",
+                "this model has no chat template, so it takes plain prompts only; "
+                "serve it with --chat-template FILE to give it one",
                 "messages",
             )
         template = self._templates[name]

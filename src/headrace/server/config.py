@@ -40,6 +40,7 @@ class ServerConfig:
     shutdown_timeout: seconds that running requests have to finish after SIGTERM or Ctrl-C; a second signal ends them.
     metrics_compat: "vllm" gives the metrics the names that vLLM has for them, for existing dashboards.
     log_format: "text", or "json" for one object per line.
+    chat_template: path of a Jinja file, to be used instead of the model's own chat template.
     tool_call_parser: in which form the model calls functions; auto tells it by the chat template.
     reasoning_parser: between which marks the model thinks; auto tells them by the chat template.
     access_log: write a line to stderr for every HTTP request.
@@ -66,6 +67,7 @@ class ServerConfig:
     shutdown_timeout: float = 30.0
     metrics_compat: str = "none"
     log_format: str = "text"
+    chat_template: str | None = None
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
     access_log: bool = False
@@ -95,7 +97,7 @@ class ServerConfig:
             ):
                 shown = "" if name == "api_key" else f", not {values!r}"
                 raise ConfigError(f"{name} must be one or more texts{shown}")
-        for name in ("uds", "ssl_certfile", "ssl_keyfile", "api_key_file"):
+        for name in ("uds", "ssl_certfile", "ssl_keyfile", "api_key_file", "chat_template"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str) or not value):
                 raise ConfigError(f"{name} must be the path of a file, not {value!r}")

@@ -20,6 +20,7 @@ import uvicorn
 from headrace.config import EngineConfig
 from headrace.engine.stats import EngineStats
 from headrace.errors import ConfigError, HeadraceError, RequestError
+from headrace.formats.chat_template import ChatTemplate
 from headrace.server.app import create_app
 from headrace.server.config import ServerConfig
 from headrace.server.connection import ACCEPTS, Connection, connection_limit
@@ -105,6 +106,16 @@ def serve(engine_config: EngineConfig, config: ServerConfig, listener: socket.so
             Path(config.uds).unlink(missing_ok=True)
 
 
+def _read_template(path: Path) -> str:
+    """A chat template from a file. Raises ConfigError if it cannot be read, ModelError if it does not compile."""
+    try:
+        source = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the chat template {path} cannot be read: {error}") from None
+    ChatTemplate(source, str(path))
+    return source
+
+
 class Server(uvicorn.Server):
     """uvicorn's server, with an engine beside it.
 
@@ -114,6 +125,7 @@ class Server(uvicorn.Server):
 
     def __init__(self, engine_config: EngineConfig, config: ServerConfig, listener: socket.socket) -> None:
         self.settings, self.listener = config, listener
+        self.chat_template = None if config.chat_template is None else _read_template(Path(config.chat_template))
         self.service = Service(engine_config, config)
         self.engine = self.service.engine
         super().__init__(self._uvicorn_config())
@@ -168,6 +180,8 @@ class Server(uvicorn.Server):
     async def _load(self) -> None:
         try:
             await self.engine.start()
+            if self.chat_template is not None:
+                self.engine.tokenizer.set_chat_template(self.chat_template)
         except HeadraceError as error:
             self.error, self.should_exit = error, True
             return
