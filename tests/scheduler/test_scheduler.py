@@ -277,6 +277,15 @@ class TestQueue:
         assert world.finished == [c]
         assert len(world.streamed[0]) == 5
 
+    def test_deadlines_far_away_do_not_pile_up(self) -> None:
+        world = World(seqs=4)
+        for i in range(500):
+            world.submit(numbered(1, i), 1, n=2, timeout=1e9, queue_timeout=1e9)
+            world.step()
+            world.step()
+        assert len(world.finished) == 1000
+        assert max(len(world.s._deadlines), len(world.s._queue_deadlines)) < 100
+
     def test_a_request_that_does_not_begin_in_time_is_ended_whole(self) -> None:
         """In the step in which there is room at last: none of its sequences takes it."""
         world = World(seqs=1, step_seconds=lambda plan: 1.0)

@@ -123,9 +123,9 @@ class Scheduler:
         self.cost = CostModel() if cost is None else cost
         self.running: list[Sequence] = []
         self.num_preemptions = self.num_swapped_out = self.num_copied_blocks = 0
-        self._num_held = 0
         self.num_refused = {"requests": 0, "prompt tokens": 0}
         self.waiting_tokens = 0
+        self._num_held = 0
         self._deadlines: list[tuple[float, int, Sequence]] = []
         self._queue_deadlines: list[tuple[float, int, Sequence]] = []
         self._work = Work()  # of the step planned last
@@ -188,10 +188,8 @@ class Scheduler:
         for each in (sequence, *sequence.siblings):
             each.arrival = now
             each.rank = self.waiting.rank(each)
-            if each.deadline is not None:
-                heapq.heappush(self._deadlines, (each.deadline, each.seq_id, each))
-        if sequence.queue_deadline is not None:
-            heapq.heappush(self._queue_deadlines, (sequence.queue_deadline, sequence.seq_id, sequence))
+            self._watch(self._deadlines, each.deadline, each)
+        self._watch(self._queue_deadlines, sequence.queue_deadline, sequence)
         if is_ready:
             self._queue(sequence)
         else:
@@ -280,6 +278,14 @@ class Scheduler:
         return max(1, min(600, round(tokens / 2 / self._tokens_per_second))) if self._tokens_per_second else 1
 
     # Who waits
+
+    def _watch(self, heap: list[tuple[float, int, Sequence]], deadline: float | None, sequence: Sequence) -> None:
+        """Notes a deadline. Those of sequences that are gone do not pile up, however far away they are."""
+        if deadline is not None:
+            if len(heap) > 2 * (self.num_waiting + len(self.running)) + 64:
+                heap[:] = [entry for entry in heap if entry[2].status is not Status.GONE]
+                heapq.heapify(heap)
+            heapq.heappush(heap, (deadline, sequence.seq_id, sequence))
 
     def _queue(self, sequence: Sequence) -> None:
         self.waiting_tokens += self._tokens_in_queue(sequence)
