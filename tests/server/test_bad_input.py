@@ -86,6 +86,8 @@ COMPLETIONS = [
     ({"top_p": 0}, "top_p"),
     ({"top_p": 1.1}, "top_p"),
     ({"top_k": -2}, "top_k"),
+    ({"top_k": 10**30}, "top_k"),
+    ({"min_tokens": 10**30}, "min_tokens"),
     ({"min_p": 1.5}, "min_p"),
     ({"seed": 10**30}, "seed"),
     ({"seed": 1e30}, "seed"),

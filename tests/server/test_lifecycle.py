@@ -127,3 +127,11 @@ def test_an_unforeseen_fault_is_a_500_with_an_id(
     assert "ZeroDivisionError" in record.getMessage()
     assert "in completion_job" in record.getMessage(), "where it happened"
     assert "hush" not in record.getMessage(), "the text of an error may quote the request"
+
+
+def test_ids_that_are_none(server: RunningServer) -> None:
+    for odd in (b"\xff\xfe", b"two words", b"x" * 129, b""):
+        response = server.http.get("/version", headers={b"x-request-id": odd})
+        assert response.status_code == 200
+        assert response.headers["x-request-id"].startswith("req_")
+    assert server.http.get("/version", headers={"x-request-id": "x" * 128}).headers["x-request-id"] == "x" * 128

@@ -143,3 +143,22 @@ def test_requests_in_a_row_on_one_connection(strict: RunningServer) -> None:
         one = request_bytes("/v1/completions", COMPLETION)
         connection.sendall(one * 3 + request_bytes("/v1/models", connection="close"))
         assert read_all(connection).count(b"HTTP/1.1 200") == 4
+
+
+def test_a_reader_who_falls_behind_is_given_up(strict: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What waits for it is bounded; it reads that, and then why there is no more."""
+    monkeypatch.setattr("headrace.engine.async_engine.MAX_BUFFERED_DELTAS", 20)
+    strict.wait_until_idle()
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect(("127.0.0.1", int(strict.url.rpartition(":")[2])))
+        body = {"model": "T0", "prompt": ["x"] * 16, "n": 4, "max_tokens": 400, "logprobs": 20, "stream": True}
+        connection.sendall(request_bytes("/v1/completions", body | {"ignore_eos": True}, connection="close"))
+        while strict.engine.stats().running == 0:
+            time.sleep(0.01)
+        strict.wait_until_idle(60)
+        connection.settimeout(30)
+        answer = read_all(connection)
+    assert answer.startswith(b"HTTP/1.1 200")
+    assert b"the client is more than 20 tokens behind and is given up" in answer
+    assert answer.rstrip().endswith(b"data: [DONE]\n\n\r\n0")

@@ -14,6 +14,7 @@ if TYPE_CHECKING:  # the command line needs this module, and should not wait for
     from headrace.sampling.history import History
 
 MAX_N = 128
+LARGEST = 2**63 - 1  # what a number in a message between processes can be
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024
 MAX_STOP_TOKEN_IDS = 1024
@@ -143,7 +144,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         self._integer("n", 1, MAX_N)
         self._number("temperature", 0.0, 100.0)
-        self._integer("top_k", -1, None)
+        self._integer("top_k", -1, LARGEST)
         self._number("top_p", 0.0, 1.0)
         if self.top_p == 0:
             raise RequestError("top_p must be above 0 and at most 1, not 0", "top_p")
@@ -158,8 +159,8 @@ class SamplingParams:
         if self.seed is not None:
             self._integer("seed", -(2**63), 2**63 - 1)
         if self.max_tokens is not None:
-            self._integer("max_tokens", 1, None)
-        self._integer("min_tokens", 0, None)
+            self._integer("max_tokens", 1, LARGEST)
+        self._integer("min_tokens", 0, LARGEST)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(f"min_tokens must be at most max_tokens ({_shown(self.max_tokens)})", "min_tokens")
         for name in ("logprobs", "prompt_logprobs"):
