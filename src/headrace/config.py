@@ -60,7 +60,8 @@ class EngineConfig:
         `kv_cache_memory` is not given; it takes no more than `max_num_seqs` sequences of `max_model_len` can fill.
     tensor_parallel_size, pipeline_parallel_size: ranks to split the model over; 1 is all there is so far.
     seed: from which requests without a seed of their own draw theirs; None differs from run to run.
-    threads: CPU threads for the kernels; None takes OMP_NUM_THREADS, or the cores that this process may use.
+    threads: CPU threads for the kernels; None takes OMP_NUM_THREADS, or the cores that this process may use, as
+        far as the quotas of its control groups allow.
     backend: which implementation of the ops; "auto" is the fastest that this machine has.
     """
 

@@ -1,11 +1,12 @@
 """How much memory a process may take, on made-up trees of control groups."""
 
+import os
 from pathlib import Path
 
 import psutil
 import pytest
 
-from headrace.worker.memory import Available, available_memory
+from headrace.worker.memory import Available, available_cpus, available_memory
 
 GiB, UNLIMITED = 2**30, 9223372036854771712  # what version 1 says where there is no limit
 
@@ -34,6 +35,10 @@ class Machine:
         (self.proc / "self/cgroup").write_text("".join(f"{line}\n" for line in self.members))
         (self.proc / "self/mountinfo").write_text("".join(f"{line}\n" for line in self.mounts))
         return available_memory(self.proc, self.root)
+
+    def cpus(self) -> int:
+        self.available()  # writes the files
+        return available_cpus(self.proc, self.root)
 
 
 @pytest.fixture
@@ -163,3 +168,30 @@ class TestVersion1:
         machine.mounts = [line.replace(f"{V2}/memory", "/my\\040groups") for line in machine.mounts]
         machine.group("/my groups/pool/job", memory__limit_in_bytes=8 * GiB, memory__usage_in_bytes=GiB)
         assert machine.available().num_bytes == 7 * GiB
+
+
+@pytest.mark.parametrize(
+    ("quota", "cpus"),
+    [("max 100000", 8), ("100000 100000", 1), ("150000 100000", 1), ("400000 100000", 4), ("20000 100000", 1), ("", 8)],
+)
+def test_threads_by_the_quota(machine: Machine, monkeypatch: pytest.MonkeyPatch, quota: str, cpus: int) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
+    machine.mount("cgroup2", V2)
+    machine.members = ["0::/a/b"]
+    machine.group(f"{V2}/a", cpu__max=quota)
+    machine.group(f"{V2}/a/b", cpu__max="max 100000")
+    assert machine.cpus() == cpus
+
+
+def test_threads_by_the_quota_of_version_1(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
+    machine.mount("cgroup", "/sys/fs/cgroup/cpu", options="rw,cpu,cpuacct")
+    machine.members = ["4:cpu,cpuacct:/a", "5:memory:/b"]
+    machine.group("/sys/fs/cgroup/cpu/a", cpu__cfs_quota_us=250000, cpu__cfs_period_us=100000)
+    assert machine.cpus() == 2
+    machine.group("/sys/fs/cgroup/cpu/a", cpu__cfs_quota_us=-1)
+    assert machine.cpus() == 8
+
+
+def test_threads_without_groups(machine: Machine) -> None:
+    assert machine.cpus() == len(os.sched_getaffinity(0))

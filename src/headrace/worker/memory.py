@@ -1,9 +1,10 @@
-"""How much memory there is for the KV cache.
+"""How much memory there is for the KV cache, and how many CPUs there are for threads.
 
 A process may take what the machine has free, but no more than the control groups (cgroups) above it have left: its own,
 and each that contains that one. A container is such a group, and so is a service of systemd.
 """
 
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,15 +27,31 @@ def available_memory(proc: Path = Path("/proc"), root: Path = Path("/")) -> Avai
     proc: where to read which groups the process is in, and where they are mounted; root: below which those mounts are.
     """
     available = [Available(psutil.virtual_memory().available, "the machine's free memory")]
-    for directory, version in _groups(proc, root):
+    for directory, version in _groups(proc, root, "memory"):
         left = _left_in(directory, version)
         if left is not None:
             available.append(Available(left, f"the memory limit of the control group {directory}"))
     return min(available, key=lambda a: a.num_bytes)
 
 
-def _groups(proc: Path, root: Path) -> Iterator[tuple[Path, int]]:
-    """The directories of the memory control groups that the process is in, innermost first, each with its version."""
+def available_cpus(proc: Path = Path("/proc"), root: Path = Path("/")) -> int:
+    """How many threads can run at once: the cores that this process may use, or fewer by the quota of a control group.
+
+    More threads than that would use up the group's quota early, and then all stand still until the next period.
+    """
+    limits = [float(len(os.sched_getaffinity(0)))]
+    for directory, version in _groups(proc, root, "cpu"):
+        if version == 2:
+            quota, period = _words(directory / "cpu.max", 2)
+        else:
+            quota, period = (_number(directory / f"cpu.cfs_{name}_us") for name in ("quota", "period"))
+        if quota is not None and quota > 0 and period:
+            limits.append(quota / period)
+    return max(1, int(min(limits)))
+
+
+def _groups(proc: Path, root: Path, controller: str) -> Iterator[tuple[Path, int]]:
+    """The directories of a controller's groups that the process is in, innermost first, each with its version."""
     try:
         memberships = (proc / "self/cgroup").read_text().splitlines()
         mounts = (proc / "self/mountinfo").read_text().splitlines()
@@ -45,13 +62,13 @@ def _groups(proc: Path, root: Path) -> Iterator[tuple[Path, int]]:
         _, controllers, path = line.split(":", 2)
         if not controllers:
             paths[2] = path
-        elif "memory" in controllers.split(","):
+        elif controller in controllers.split(","):
             paths[1] = path
     for line in mounts:  # id parent device root mount-point options ... - type source options
         mount, _, kind = line.partition(" - ")
         filesystem, _, options = (*kind.split(" ", 2), "", "")[:3]
         version = {"cgroup2": 2, "cgroup": 1}.get(filesystem, 0)
-        if version not in paths or (version == 1 and "memory" not in options.split(",")):
+        if version not in paths or (version == 1 and controller not in options.split(",")):
             continue
         shown, point = (_unescaped(field) for field in mount.split()[3:5])
         top = root / point.lstrip("/")
@@ -91,6 +108,15 @@ def _number(path: Path) -> int | None:
         return int(path.read_text())
     except (OSError, ValueError):
         return None
+
+
+def _words(path: Path, count: int) -> list[int | None]:
+    """The numbers on the line in a file; None for "max", and for all where there is no such file."""
+    try:
+        words = path.read_text().split()
+    except OSError:
+        words = []
+    return [int(word) if word.isdigit() else None for word in words[:count]] + [None] * (count - len(words))
 
 
 def _unescaped(field: str) -> str:

@@ -1,5 +1,6 @@
 """One rank: the model and its KV cache in memory, and the running of steps."""
 
+import os
 from dataclasses import replace
 
 import numpy as np
@@ -13,7 +14,7 @@ from headrace.ops.reference import KVCache, RaggedBatch
 from headrace.quantize.on_load import QuantizedOnLoad
 from headrace.sampling.sampler import prompt_logprobs, sample_tokens
 from headrace.worker.cache_size import size_cache
-from headrace.worker.memory import available_memory
+from headrace.worker.memory import available_cpus, available_memory
 from headrace.worker.step import SequenceStep, StepPlan, StepResult
 
 DTYPES = {"auto": torch.float32, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -31,6 +32,8 @@ class Worker:
     def __init__(self, config: EngineConfig, checkpoint: Checkpoint) -> None:
         if config.threads is not None:
             torch.set_num_threads(config.threads)
+        elif "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(min(torch.get_num_threads(), available_cpus()))
         self.ops = create_ops(config.backend)
         dtype = DTYPES[config.dtype]
         if config.quantization is not None:
