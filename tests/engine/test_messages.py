@@ -56,7 +56,7 @@ def test_deltas() -> None:
     deltas = [
         TokenDelta("id", 0, "é🙂\0", [1]),
         TokenDelta("id", 1, "", [5], [TokenLogprob(5, float("-inf"), [(5, -0.0), (6, -1.5)])],
-                   [None, TokenLogprob(1, -2.0)], finish_reason="stop", stop_reason=5, cached_tokens=0, queue_time=0.25),
+                   [None, TokenLogprob(1, -2.0)], finish_reason="stop", stop_reason=5, cached_tokens=0, queue_time=0.5),
         TokenDelta("id", 1, "", [], finish_reason="abort", stop_reason="timeout"),
     ]  # fmt: skip
     turn = Turn(EngineStats(running=1), ["a"], {}, deltas)
