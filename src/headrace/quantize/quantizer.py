@@ -206,6 +206,9 @@ class Quantizer:
 
     def _quantize_layer(self, i: int, run: LayerRun | None) -> dict[str, MatrixReport]:
         """Replaces the layer's matrices in `weights`, and takes the samples through the layer as it then is."""
+        if run is not None:  # they are read several times: decoded once is enough
+            for name in self._matrices(i, range(len(STAGES))):
+                self.weights.replace(name, self.weights.values(name))
         match self.plan.method:
             case "gptq":
                 return self._in_turn(i, run)
@@ -234,9 +237,6 @@ class Quantizer:
             if names:
                 for report in self._gptq(names, statistics(inputs, run.num_tokens), self._scheme(i)):
                     reports[report.name] = report
-            else:
-                for _ in inputs:
-                    pass
             run.pass_stage(self.reader.layer(i), stage)
         return reports
 
