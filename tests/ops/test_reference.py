@@ -10,10 +10,10 @@ from torch import Tensor
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward as gpt_oss_attention
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from headrace.formats.checkpoint import DenseWeight
+from headrace.formats.checkpoint import DenseWeight, IntegerWeight
 from headrace.layers.rotary import frequencies
 from headrace.ops import reference
-from headrace.ops.reference import KVCache, Ops, RaggedBatch
+from headrace.ops.reference import KVCache, Ops, RaggedBatch, integer_linear
 
 OPS = Ops()
 HEADS, KV_HEADS, DIM = 6, 2, 8
@@ -375,3 +375,37 @@ def test_softcap_take_and_add() -> None:
     assert torch.equal(OPS.take(x, torch.tensor([1, 1, 0])), x[[1, 1, 0]])
     assert OPS.take(x, torch.tensor([], dtype=torch.int64)).shape == (0, 3)
     assert torch.equal(OPS.add(x, x), 2 * x)
+
+
+@pytest.mark.parametrize("order", [False, True])
+@pytest.mark.parametrize("asymmetric", [False, True])
+def test_integer_linear(order: bool, asymmetric: bool) -> None:
+    """Against whole numbers in NumPy: huge and tiny rows, zeros, NaN, more columns than float32 adds up exactly."""
+    rng = np.random.default_rng(0)
+    columns, size = 3000, 1100
+    codes = rng.integers(0, 256, (5, columns)) if asymmetric else rng.integers(-127, 128, (5, columns))
+    scales = rng.uniform(0.001, 0.01, (5, 3)).astype(np.float32)
+    minimums = rng.normal(size=(5, 3)).astype(np.float32) if asymmetric else None
+    places = rng.permutation(columns) if order else np.arange(columns)
+    x = rng.normal(size=(6, columns)).astype(np.float32)
+    x[1] *= 1e8
+    x[2] *= 1e-30
+    x[3] = 0
+    x[4, 7] = 1e5
+    x[5, 9] = np.nan
+    weight = IntegerWeight(
+        torch.from_numpy(codes).to(torch.uint8 if asymmetric else torch.int8),
+        8,
+        size,
+        torch.from_numpy(scales),
+        None if minimums is None else torch.from_numpy(minimums),
+        torch.from_numpy(places) if order else None,
+    )
+    found = integer_linear(torch.from_numpy(x), weight).numpy()
+    groups = np.arange(columns) // size
+    values = codes * scales.astype(np.float64)[:, groups] + (0 if minimums is None else minimums[:, groups])
+    step = np.maximum(np.abs(x[:5]).max(1, keepdims=True), 1e-38) / np.float32(127)
+    rounded = np.rint(x[:5] / step).astype(np.float64)[:, places] * step
+    expected = rounded @ values.T
+    np.testing.assert_allclose(found[:5], expected, rtol=1e-4)
+    assert np.isnan(found[5]).all()

@@ -330,12 +330,18 @@ EXACT_COLUMNS = 512
 def integer_linear(x: Tensor, weight: IntegerWeight) -> Tensor:
     """x @ weightᵀ in whole numbers, without a bias, both sides coded (W8A8, W4A8).
 
-    Each row of x becomes int8 codes with a scale of its own, max|x| / 127, as `Ops.store_kv` has it. For each group of
-    columns the sum of code * code is exact, becomes a float32 and is multiplied by the weight's scale; where there are
-    minimums, sum of x's codes * minimum is added. The groups are added in order, and the row's scale comes last.
+    Each row of x becomes int8 codes round(x / scale), halves to even, with a float32 scale of its own, max|x| / 127; a
+    row with NaN or infinity gives NaN. For each group of columns the sum of code * code is exact, becomes a float32 and
+    is multiplied by the weight's scale; where there are minimums, sum of x's codes * minimum is added. The groups are
+    added in order, and the row's scale comes last.
     x: `[T, in]`. Returns `[T, out]` in x's dtype.
     """
-    codes, row_scales = _to_int8(x if weight.order is None else x[:, weight.order])
+    rows = (x if weight.order is None else x[:, weight.order]).float()
+    row_scales = rows.abs().amax(1) / 127
+    row_scales = torch.where(row_scales.isfinite(), row_scales, torch.nan)
+    # 0 / 0, and whatever belongs to a NaN scale, which makes the row NaN in the end; a scale that lost bits to
+    # underflow could give codes out of range.
+    codes = (rows / row_scales[:, None]).nan_to_num(0, 0, 0).round().clamp(-127, 127).to(torch.int8)
     y = torch.zeros(len(x), len(weight.codes))
     columns = weight.codes.shape[1]
     for group, start in enumerate(range(0, columns, weight.group_size)):
