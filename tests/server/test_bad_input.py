@@ -133,6 +133,7 @@ COMPLETIONS = [
     ({"model": 5}, "model"),
     ({"model": ""}, "model"),
     ({"user": 5}, "user"),
+    ({"user": "x" * 513}, "user"),
 ]
 
 

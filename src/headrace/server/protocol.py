@@ -237,7 +237,8 @@ class GenerationBody(Body):
     queue_timeout: float | None = None  # seconds within which it must have begun, and
     timeout: float | None = None  # have finished; the engine checks them
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
-    user: str | None = None  # the tenant of the fair policy
+    # The tenant of the fair policy, which remembers thousands of them.
+    user: Annotated[str, Field(max_length=512)] | None = None
     safety_identifier: str | None = None  # names a person to a provider that watches for abuse; we do not
 
     @model_validator(mode="after")
@@ -451,6 +452,7 @@ MESSAGES = {
     "model_type": "must be an object",
     "too_short": "must not be empty",
     "string_too_short": "must not be empty",
+    "string_too_long": "may have at most {max_length} characters",
     "too_long": "may have at most {max_length} items",
     "recursion_loop": "is nested too deeply",
     "recursion_depth_exceeded": "is nested too deeply",
