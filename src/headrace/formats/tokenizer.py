@@ -147,6 +147,27 @@ class Tokenizer:
             return bytes.fromhex(byte[1])
         return self.token_text(token_id).encode()
 
+    def vocabulary_bytes(self) -> list[bytes | None]:
+        """`token_bytes` of all tokens, in a fraction of the time."""
+        result: list[bytes | None] = [None] * self.vocab_size
+        anchor, anchor_text = self._anchor
+        others = []
+        for token_id in range(self.vocab_size):
+            piece = self._backend.id_to_token(token_id)
+            if token_id in self.special_ids:
+                continue
+            if piece and "ByteLevel" in self._decoder and _BYTE_OF.keys() >= set(piece):
+                result[token_id] = bytes(_BYTE_OF[character] for character in piece)
+            elif token_id in self.byte_ids and piece:
+                result[token_id] = bytes.fromhex(piece[3:5])
+            else:
+                others.append(token_id)
+        texts = self._backend.decode_batch([[*anchor, i] for i in others], skip_special_tokens=False)
+        for token_id, text in zip(others, texts, strict=True):
+            usual = text.startswith(anchor_text)
+            result[token_id] = text[len(anchor_text) :].encode() if usual else self.token_text(token_id).encode()
+        return result
+
     def render_chat(
         self,
         messages: Sequence[Mapping[str, Any]],

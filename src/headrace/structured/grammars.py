@@ -94,10 +94,12 @@ class Grammars:
         self._threads = ThreadPoolExecutor(2, "grammar")
         self._compiled: OrderedDict[str, Future[llguidance.LLMatcher]] = OrderedDict()
         self._lock = threading.Lock()
+        self._has_vocabulary = threading.Event()
 
     def check(self, spec: StructuredOutputs) -> None:
         """Raises RequestError for a grammar that is wrong, cannot be enforced, or takes too long. Waits for it."""
         future = self.compile(spec)
+        self._has_vocabulary.wait()  # that it takes a while is not the grammar's fault
         try:
             future.result(self._seconds)
         except TimeoutError:
@@ -123,14 +125,17 @@ class Grammars:
         return future
 
     def _compile(self, spec: StructuredOutputs) -> llguidance.LLMatcher:
-        grammar = json.dumps({"grammars": grammar_of(spec)})
-        matcher = llguidance.LLMatcher(self._vocabulary, grammar, log_level=0)
+        try:
+            vocabulary = self._vocabulary
+        finally:
+            self._has_vocabulary.set()
+        matcher = llguidance.LLMatcher(vocabulary, json.dumps({"grammars": grammar_of(spec)}), log_level=0)
         what = "JSON schema" if spec.json is not None else "grammar"
         if matcher.is_error():
             raise RequestError(f"the {what} cannot be enforced: {explained(matcher.get_error())}", "structured_outputs")
         first = matcher.deep_copy()
         mask = np.unpackbits(np.frombuffer(first.compute_bitmask(), np.uint8), bitorder="little")
-        mask[self._vocabulary.eos_tokens] = 0
+        mask[vocabulary.eos_tokens] = 0
         if first.is_error() or not mask.any():
             raise RequestError(
                 f"the {what} cannot be enforced: only an empty text fits it, or none", "structured_outputs"
@@ -139,7 +144,7 @@ class Grammars:
 
     @cached_property
     def _vocabulary(self) -> llguidance.LLTokenizer:
-        """The tokenizer as the library wants it. Making it takes a second for a large vocabulary."""
+        """The tokenizer as the library wants it. Making it takes seconds for a large vocabulary."""
         size = self._vocab_size
         ends = list(self._eos_ids) or [size]  # one that is never drawn, for a model without any
         wrapper = llguidance.TokenizerWrapper(_Vocabulary(self._tokenizer, max(size, ends[0] + 1), ends[0]))
@@ -154,15 +159,32 @@ class _Vocabulary:
         self.eos_token_id, self.bos_token_id = eos_id, None
         self.tokens: list[bytes] = []
         self.special_token_ids: list[int] = []
+        known = tokenizer.vocabulary_bytes()
         for token_id in range(size):
-            text = tokenizer.token_bytes(token_id) if token_id < tokenizer.vocab_size else None
+            text = known[token_id] if token_id < len(known) else None
             if not text:  # a special token, or a row without one: part of no text
                 self.special_token_ids.append(token_id)
                 text = b"\xff" + (tokenizer.token_text(token_id) or f"<[{token_id}]>").encode()
             self.tokens.append(text)
+        self._id_of = {text: token_id for token_id, text in reversed(list(enumerate(self.tokens)))}
+        self._longest = max(map(len, self.tokens), default=0)
 
     def __call__(self, text: bytes) -> list[int]:
-        return self._tokenizer.encode(text.decode(errors="replace"), add_special_tokens=False)
+        """Tokens that spell a text in the middle of another one, where a grammar leaves no choice."""
+        for before in ("", "\n", "a"):  # some tokenizers put a space in front of a text
+            start = self._tokenizer.encode(before, add_special_tokens=False)
+            ids = self._tokenizer.encode(before + text.decode(errors="replace"), add_special_tokens=False)
+            if ids[: len(start)] == start and b"".join(self.tokens[i] for i in ids[len(start) :]) == text:
+                return ids[len(start) :]
+        ids, place = [], 0
+        while place < len(text):  # the longest token at each place
+            lengths = range(min(self._longest, len(text) - place), 0, -1)
+            length = next((n for n in lengths if text[place : place + n] in self._id_of), None)
+            if length is None:
+                break
+            ids.append(self._id_of[text[place : place + length]])
+            place += length
+        return ids
 
 
 def explained(error: str) -> str:
