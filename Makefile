@@ -17,7 +17,7 @@ serve: $(VENV)/.installed ## serve the default model (or MODEL=...) on 127.0.0.1
 	@exec $(BIN)/headrace serve $(MODEL) $(ARGS)
 
 test: lint ## lint, type check, import rules, and all tests
-	$(BIN)/pytest $(ARGS)
+	$(BIN)/pytest -n 2 --dist loadfile $(ARGS)
 
 lint: $(VENV)/.installed-dev ## what `make test` does, without the tests
 	$(BIN)/ruff check

@@ -10,6 +10,8 @@
 #include <stdexcept>
 
 #include "isa.h"
+#include "run.h"
+#include "threads.h"
 
 namespace nb = nanobind;
 using namespace headrace;
@@ -17,15 +19,29 @@ using namespace headrace;
 namespace {
 
 DType dtype_of(int code) {
-  if (code < 0 || code > 2) throw std::invalid_argument("dtype must be 0 (float32), 1 (bfloat16) or 2 (float16)");
+  if (code < 0 || code > 3) throw std::invalid_argument("dtype must be 0 (f32), 1 (bf16), 2 (f16) or 3 (i8)");
   return static_cast<DType>(code);
 }
 
-void rms_norm(uintptr_t x, uintptr_t weight, uintptr_t y, int64_t rows, int64_t hidden, int64_t x_stride, float eps,
-              int dtype) {
-  kernels().rms_norm({reinterpret_cast<const void*>(x), reinterpret_cast<const float*>(weight),
-                      reinterpret_cast<void*>(y), rows, hidden, x_stride, eps, dtype_of(dtype)});
+template <typename T>
+T* pointer(uintptr_t address) {
+  return reinterpret_cast<T*>(address);
 }
+
+// A packed matrix, of one or more parts that stand one below the other. Python keeps the tensors alive.
+struct Matrix {
+  std::vector<Weights> parts;
+
+  void add(int coding, int dtype, int64_t outputs, int64_t inputs, int64_t group, int32_t offset, bool whole_rows,
+           uintptr_t values, uintptr_t scales, uintptr_t minimums, uintptr_t order) {
+    if (coding < 0 || coding > 2) throw std::invalid_argument("coding must be 0 (floats), 1 (nibbles) or 2 (bytes)");
+    parts.push_back({static_cast<Coding>(coding), dtype_of(dtype), outputs, inputs, group, offset, whole_rows,
+                     pointer<const void>(values), pointer<const void>(scales), pointer<const void>(minimums),
+                     pointer<const int32_t>(order)});
+  }
+};
+
+using Release = nb::call_guard<nb::gil_scoped_release>;
 
 }  // namespace
 
@@ -33,6 +49,91 @@ NB_MODULE(_native, m) {
   m.def("available_isas", &available_isas);
   m.def("isa", &isa);
   m.def("select_isa", &select_isa, nb::arg("name"));
-  m.def("rms_norm", &rms_norm, nb::arg("x"), nb::arg("weight"), nb::arg("y"), nb::arg("rows"), nb::arg("hidden"),
-        nb::arg("x_stride"), nb::arg("eps"), nb::arg("dtype"), nb::call_guard<nb::gil_scoped_release>());
+  m.def("set_threads", &set_threads, nb::arg("count"));
+  m.def("threads", &threads);
+
+  nb::class_<Matrix>(m, "Matrix")
+      .def(nb::init<>())
+      .def("add", &Matrix::add, nb::arg("coding"), nb::arg("dtype"), nb::arg("outputs"), nb::arg("inputs"),
+           nb::arg("group"), nb::arg("offset"), nb::arg("whole_rows"), nb::arg("values"), nb::arg("scales"),
+           nb::arg("minimums"), nb::arg("order"));
+
+  m.def(
+      "rms_norm",
+      [](uintptr_t x, uintptr_t weight, uintptr_t y, int64_t rows, int64_t hidden, int64_t x_stride, float eps,
+         int dtype) {
+        rms_norm({pointer<const void>(x), pointer<const float>(weight), pointer<void>(y), rows, hidden, x_stride, eps,
+                  dtype_of(dtype)});
+      },
+      nb::arg("x"), nb::arg("weight"), nb::arg("y"), nb::arg("rows"), nb::arg("hidden"), nb::arg("x_stride"),
+      nb::arg("eps"), nb::arg("dtype"), Release());
+  m.def(
+      "linear",
+      [](const Matrix& matrix, uintptr_t x, int64_t rows, int64_t x_stride, uintptr_t bias, uintptr_t y, int dtype) {
+        linear(matrix.parts, pointer<const void>(x), rows, x_stride, pointer<const void>(bias), pointer<void>(y),
+               dtype_of(dtype));
+      },
+      nb::arg("matrix"), nb::arg("x"), nb::arg("rows"), nb::arg("x_stride"), nb::arg("bias"), nb::arg("y"),
+      nb::arg("dtype"), Release());
+  m.def(
+      "embedding",
+      [](const Matrix& matrix, uintptr_t ids, uintptr_t y, int64_t tokens) {
+        if (matrix.parts.size() != 1) throw std::invalid_argument("a table has one part");
+        embedding({matrix.parts[0], pointer<const int64_t>(ids), pointer<float>(y)}, tokens);
+      },
+      nb::arg("matrix"), nb::arg("ids"), nb::arg("y"), nb::arg("tokens"), Release());
+  m.def(
+      "rotary",
+      [](uintptr_t x, uintptr_t y, uintptr_t cosines, uintptr_t sines, int dtype, int64_t tokens, int64_t heads,
+         int64_t dim, int64_t half, int64_t token_stride, int64_t head_stride) {
+        rotary({pointer<const void>(x), pointer<void>(y), pointer<const float>(cosines), pointer<const float>(sines),
+                dtype_of(dtype), heads, dim, half, token_stride, head_stride},
+               tokens);
+      },
+      nb::arg("x"), nb::arg("y"), nb::arg("cosines"), nb::arg("sines"), nb::arg("dtype"), nb::arg("tokens"),
+      nb::arg("heads"), nb::arg("dim"), nb::arg("half"), nb::arg("token_stride"), nb::arg("head_stride"), Release());
+
+  nb::class_<Cache>(m, "Cache")
+      .def(
+          "__init__",
+          [](Cache* cache, uintptr_t keys, uintptr_t values, uintptr_t key_scales, uintptr_t value_scales, int dtype,
+             int scale_dtype, int64_t heads, int64_t dim, int64_t block_size, int64_t chunk, int64_t blocks) {
+            const int64_t block = block_size * dim;
+            new (cache) Cache{pointer<void>(keys), pointer<void>(values), pointer<void>(key_scales),
+                              pointer<void>(value_scales), dtype_of(dtype), dtype_of(scale_dtype), heads, dim,
+                              block_size, chunk, blocks * block, block};
+          },
+          nb::arg("keys"), nb::arg("values"), nb::arg("key_scales"), nb::arg("value_scales"), nb::arg("dtype"),
+          nb::arg("scale_dtype"), nb::arg("heads"), nb::arg("dim"), nb::arg("block_size"), nb::arg("chunk"),
+          nb::arg("blocks"));
+  m.def(
+      "store_kv",
+      [](const Cache& cache, uintptr_t key, uintptr_t value, int dtype, int64_t key_token_stride,
+         int64_t value_token_stride, int64_t key_head_stride, int64_t value_head_stride, uintptr_t slots,
+         int64_t tokens) {
+        store_kv({cache, pointer<const void>(key), pointer<const void>(value), dtype_of(dtype), key_token_stride,
+                  value_token_stride, key_head_stride, value_head_stride, pointer<const int64_t>(slots)},
+                 tokens);
+      },
+      nb::arg("cache"), nb::arg("key"), nb::arg("value"), nb::arg("dtype"), nb::arg("key_token_stride"),
+      nb::arg("value_token_stride"), nb::arg("key_head_stride"), nb::arg("value_head_stride"), nb::arg("slots"),
+      nb::arg("tokens"), Release());
+  m.def(
+      "attention",
+      [](const Cache& cache, uintptr_t query, uintptr_t out, int dtype, int64_t heads, int64_t token_stride,
+         uintptr_t tables, int64_t table_stride, float scale, float softcap, int64_t window, uintptr_t sinks,
+         int64_t sequences, uintptr_t query_lens, uintptr_t context_lens) {
+        attention({pointer<const void>(query), pointer<void>(out), dtype_of(dtype), heads, token_stride, cache,
+                   pointer<const int64_t>(tables), table_stride, scale, softcap, window, pointer<const float>(sinks)},
+                  sequences, pointer<const int64_t>(query_lens), pointer<const int64_t>(context_lens));
+      },
+      nb::arg("cache"), nb::arg("query"), nb::arg("out"), nb::arg("dtype"), nb::arg("heads"), nb::arg("token_stride"),
+      nb::arg("tables"), nb::arg("table_stride"), nb::arg("scale"), nb::arg("softcap"), nb::arg("window"),
+      nb::arg("sinks"), nb::arg("sequences"), nb::arg("query_lens"), nb::arg("context_lens"), Release());
+  m.def(
+      "gated",
+      [](uintptr_t x, uintptr_t y, int dtype, int64_t tokens, int64_t n, bool gelu) {
+        gated({pointer<const void>(x), pointer<void>(y), dtype_of(dtype), n, gelu}, tokens);
+      },
+      nb::arg("x"), nb::arg("y"), nb::arg("dtype"), nb::arg("tokens"), nb::arg("n"), nb::arg("gelu"), Release());
 }

@@ -1,11 +1,14 @@
 // All ops of one instruction set. Compiled once for each; HEADRACE_ISA is its name and its namespace.
 #include "kernels.h"
 
+#include "attention.h"
+#include "elementwise.h"
+#include "linear.h"
 #include "rms_norm.h"
 
 namespace headrace::HEADRACE_ISA {
 
 extern const Kernels kernels;
-const Kernels kernels = {rms_norm};
+const Kernels kernels = {rms_norm, prepare, product, embedding, rotary, store_kv, attention, merge_attention, gated};
 
 }  // namespace headrace::HEADRACE_ISA

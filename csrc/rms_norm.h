@@ -42,6 +42,7 @@ void rms_norm(const RmsNorm& args) {
     case DType::f32: return rms_norm_rows<float>(args);
     case DType::bf16: return rms_norm_rows<Bf16>(args);
     case DType::f16: return rms_norm_rows<F16>(args);
+    case DType::i8: return;
   }
 }
 

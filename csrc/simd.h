@@ -1,5 +1,9 @@
 // Sixteen float32 lanes, the same on every instruction set: kernels are written once, over these.
 //
+// `round` is to the nearest, halves to even. `power_of_two` takes whole numbers from -126 to 127. `store_codes` takes
+// whole numbers that fit eight bits. `fma` rounds once. Of a NaN and another number, `max` and `min` give the second.
+// `zero_if_less` is y, with zeros where x is less than the limit.
+//
 // F32x16 is one AVX-512 register, two AVX registers, or an array that the compiler may vectorise as it likes. Every
 // function does exactly the same float32 operations per lane, and `sum` adds in the same order, so results agree bit
 // by bit (a NaN's payload aside). Conversions to 16 bits round to nearest even, keep infinities, and keep NaNs NaN.
@@ -26,6 +30,52 @@ struct F16 {
 
 constexpr int64_t kLanes = 16;
 
+// Calls function(i) for i = 0 ... kCount - 1, with i known to the compiler: what an array holds stays in registers,
+// which a loop over it does not always achieve.
+template <int kIndex>
+struct Index {
+  static constexpr int value = kIndex;
+  constexpr operator int() const { return kIndex; }
+};
+
+template <int kCount, int kIndex = 0, typename Function>
+__attribute__((always_inline)) inline void unrolled(const Function& function) {
+  if constexpr (kIndex < kCount) {
+    function(Index<kIndex>());
+    unrolled<kCount, kIndex + 1>(function);
+  }
+}
+
+inline uint32_t bits_of(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, sizeof bits);
+  return bits;
+}
+
+inline float float_of(uint32_t bits) {
+  float x;
+  memcpy(&x, &bits, sizeof x);
+  return x;
+}
+
+inline float to_float(float x) { return x; }
+inline float to_float(int8_t x) { return x; }
+inline float to_float(Bf16 x) { return float_of(uint32_t{x.bits} << 16); }
+
+inline float to_float(F16 x) {
+#if defined(__AVX2__)
+  return _cvtsh_ss(x.bits);
+#else
+  const uint32_t sign = (x.bits & 0x8000u) << 16;
+  const uint32_t exponent = (x.bits >> 10) & 0x1f;
+  const uint32_t fraction = x.bits & 0x3ff;
+  const uint32_t normal = ((exponent + 112) << 23) | (fraction << 13);
+  const uint32_t subnormal = bits_of(static_cast<float>(fraction) * 0x1p-24f);
+  const uint32_t special = 0x7f800000u | (fraction << 13) | (fraction ? 0x400000u : 0);
+  return float_of(sign | (exponent == 0 ? subnormal : exponent == 31 ? special : normal));
+#endif
+}
+
 #if defined(__AVX512F__)
 
 struct F32x16 {
@@ -34,9 +84,30 @@ struct F32x16 {
 
 inline F32x16 splat(float x) { return {_mm512_set1_ps(x)}; }
 inline F32x16 operator+(F32x16 a, F32x16 b) { return {_mm512_add_ps(a.v, b.v)}; }
+inline F32x16 operator-(F32x16 a, F32x16 b) { return {_mm512_sub_ps(a.v, b.v)}; }
 inline F32x16 operator*(F32x16 a, F32x16 b) { return {_mm512_mul_ps(a.v, b.v)}; }
+inline F32x16 operator/(F32x16 a, F32x16 b) { return {_mm512_div_ps(a.v, b.v)}; }
+inline F32x16 fma(F32x16 a, F32x16 b, F32x16 c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+inline F32x16 max(F32x16 a, F32x16 b) { return {_mm512_max_ps(a.v, b.v)}; }
+inline F32x16 min(F32x16 a, F32x16 b) { return {_mm512_min_ps(a.v, b.v)}; }
+inline F32x16 abs(F32x16 a) { return {_mm512_abs_ps(a.v)}; }
+inline F32x16 round(F32x16 a) { return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
+inline F32x16 power_of_two(F32x16 n) {
+  return {_mm512_castsi512_ps(
+      _mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(n.v), _mm512_set1_epi32(127)), 23))};
+}
+inline F32x16 zero_if_less(F32x16 x, F32x16 limit, F32x16 y) {
+  return {_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x.v, limit.v, _CMP_NLT_UQ), y.v)};
+}
+inline void store_codes(int8_t* p, F32x16 x) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(x.v)));
+}
 
 inline F32x16 load(const float* p) { return {_mm512_loadu_ps(p)}; }
+
+inline F32x16 load(const int8_t* p) {
+  return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
+}
 
 inline F32x16 load(const Bf16* p) {
   const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
@@ -75,7 +146,37 @@ struct F32x16 {
 
 inline F32x16 splat(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
 inline F32x16 operator+(F32x16 a, F32x16 b) { return {_mm256_add_ps(a.low, b.low), _mm256_add_ps(a.high, b.high)}; }
+inline F32x16 operator-(F32x16 a, F32x16 b) { return {_mm256_sub_ps(a.low, b.low), _mm256_sub_ps(a.high, b.high)}; }
 inline F32x16 operator*(F32x16 a, F32x16 b) { return {_mm256_mul_ps(a.low, b.low), _mm256_mul_ps(a.high, b.high)}; }
+inline F32x16 operator/(F32x16 a, F32x16 b) { return {_mm256_div_ps(a.low, b.low), _mm256_div_ps(a.high, b.high)}; }
+inline F32x16 fma(F32x16 a, F32x16 b, F32x16 c) {
+  return {_mm256_fmadd_ps(a.low, b.low, c.low), _mm256_fmadd_ps(a.high, b.high, c.high)};
+}
+inline F32x16 max(F32x16 a, F32x16 b) { return {_mm256_max_ps(a.low, b.low), _mm256_max_ps(a.high, b.high)}; }
+inline F32x16 min(F32x16 a, F32x16 b) { return {_mm256_min_ps(a.low, b.low), _mm256_min_ps(a.high, b.high)}; }
+inline F32x16 abs(F32x16 a) {
+  const __m256 sign = _mm256_set1_ps(-0.0f);
+  return {_mm256_andnot_ps(sign, a.low), _mm256_andnot_ps(sign, a.high)};
+}
+inline F32x16 round(F32x16 a) {
+  constexpr int kNearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+  return {_mm256_round_ps(a.low, kNearest), _mm256_round_ps(a.high, kNearest)};
+}
+inline __m256 power_of_two(__m256 n) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23));
+}
+inline F32x16 power_of_two(F32x16 n) { return {power_of_two(n.low), power_of_two(n.high)}; }
+inline F32x16 zero_if_less(F32x16 x, F32x16 limit, F32x16 y) {
+  return {_mm256_and_ps(_mm256_cmp_ps(x.low, limit.low, _CMP_NLT_UQ), y.low),
+          _mm256_and_ps(_mm256_cmp_ps(x.high, limit.high, _CMP_NLT_UQ), y.high)};
+}
+inline void store_codes(int8_t* p, F32x16 x) {
+  // Packing works within the halves of a register: quarters 0, 2, 1, 3 must change places.
+  const __m256i words = _mm256_packs_epi32(_mm256_cvtps_epi32(x.low), _mm256_cvtps_epi32(x.high));
+  const __m256i sorted = _mm256_permute4x64_epi64(words, _MM_SHUFFLE(3, 1, 2, 0));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p),
+                   _mm_packs_epi16(_mm256_castsi256_si128(sorted), _mm256_extracti128_si256(sorted, 1)));
+}
 
 inline __m128i load8(const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); }
 
@@ -84,6 +185,13 @@ inline __m256 widen(__m128i bf16) {
 }
 
 inline F32x16 load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+
+inline F32x16 load(const int8_t* p) {
+  const __m128i codes = load8(p);
+  return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(codes)),
+          _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(codes, 8)))};
+}
+
 inline F32x16 load(const Bf16* p) { return {widen(load8(p)), widen(load8(p + 8))}; }
 inline F32x16 load(const F16* p) { return {_mm256_cvtph_ps(load8(p)), _mm256_cvtph_ps(load8(p + 8))}; }
 
@@ -122,31 +230,6 @@ struct F32x16 {
   float lane[kLanes];
 };
 
-inline uint32_t bits_of(float x) {
-  uint32_t bits;
-  memcpy(&bits, &x, sizeof bits);
-  return bits;
-}
-
-inline float float_of(uint32_t bits) {
-  float x;
-  memcpy(&x, &bits, sizeof x);
-  return x;
-}
-
-inline float to_float(float x) { return x; }
-inline float to_float(Bf16 x) { return float_of(uint32_t{x.bits} << 16); }
-
-inline float to_float(F16 x) {
-  const uint32_t sign = (x.bits & 0x8000u) << 16;
-  const uint32_t exponent = (x.bits >> 10) & 0x1f;
-  const uint32_t fraction = x.bits & 0x3ff;
-  const uint32_t normal = ((exponent + 112) << 23) | (fraction << 13);
-  const uint32_t subnormal = bits_of(static_cast<float>(fraction) * 0x1p-24f);
-  const uint32_t special = 0x7f800000u | (fraction << 13) | (fraction ? 0x400000u : 0);
-  return float_of(sign | (exponent == 0 ? subnormal : exponent == 31 ? special : normal));
-}
-
 inline void from_float(float* p, float x) { *p = x; }
 
 inline void from_float(Bf16* p, float x) {
@@ -177,9 +260,59 @@ inline F32x16 operator+(F32x16 a, F32x16 b) {
   return a;
 }
 
+inline F32x16 operator-(F32x16 a, F32x16 b) {
+  for (int i = 0; i < kLanes; ++i) a.lane[i] -= b.lane[i];
+  return a;
+}
+
 inline F32x16 operator*(F32x16 a, F32x16 b) {
   for (int i = 0; i < kLanes; ++i) a.lane[i] *= b.lane[i];
   return a;
+}
+
+inline F32x16 operator/(F32x16 a, F32x16 b) {
+  for (int i = 0; i < kLanes; ++i) a.lane[i] /= b.lane[i];
+  return a;
+}
+
+inline F32x16 fma(F32x16 a, F32x16 b, F32x16 c) {
+  for (int i = 0; i < kLanes; ++i) c.lane[i] = fmaf(a.lane[i], b.lane[i], c.lane[i]);
+  return c;
+}
+
+inline F32x16 max(F32x16 a, F32x16 b) {
+  for (int i = 0; i < kLanes; ++i) a.lane[i] = a.lane[i] > b.lane[i] ? a.lane[i] : b.lane[i];
+  return a;
+}
+
+inline F32x16 min(F32x16 a, F32x16 b) {
+  for (int i = 0; i < kLanes; ++i) a.lane[i] = a.lane[i] < b.lane[i] ? a.lane[i] : b.lane[i];
+  return a;
+}
+
+inline F32x16 abs(F32x16 a) {
+  for (float& lane : a.lane) lane = fabsf(lane);
+  return a;
+}
+
+inline F32x16 round(F32x16 a) {
+  for (float& lane : a.lane) lane = rintf(lane);
+  return a;
+}
+
+inline F32x16 power_of_two(F32x16 n) {
+  for (float& lane : n.lane)
+    lane = lane == lane ? float_of(static_cast<uint32_t>(static_cast<int32_t>(lane) + 127) << 23) : lane;
+  return n;
+}
+
+inline F32x16 zero_if_less(F32x16 x, F32x16 limit, F32x16 y) {
+  for (int i = 0; i < kLanes; ++i) y.lane[i] = x.lane[i] < limit.lane[i] ? 0.0f : y.lane[i];
+  return y;
+}
+
+inline void store_codes(int8_t* p, F32x16 x) {
+  for (int i = 0; i < kLanes; ++i) p[i] = static_cast<int8_t>(x.lane[i]);
 }
 
 template <typename T>
@@ -206,6 +339,21 @@ inline float sum(F32x16 x) {
 #else
   for (int width = kLanes / 2; width > 0; width /= 2)
     for (int i = 0; i < width; ++i) x.lane[i] += x.lane[i + width];
+  return x.lane[0];
+#endif
+}
+
+// The largest lane; of a NaN nothing is promised.
+inline float largest(F32x16 x) {
+#if defined(__AVX2__)
+  const __m256 eight = _mm256_max_ps(low_half(x), high_half(x));
+  const __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
+#else
+  for (int width = kLanes / 2; width > 0; width /= 2)
+    for (int i = 0; i < width; ++i)
+      x.lane[i] = x.lane[i] > x.lane[i + width] ? x.lane[i] : x.lane[i + width];
   return x.lane[0];
 #endif
 }

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-CORES = len(os.sched_getaffinity(0))
+# `make test` runs several of these processes side by side; each gets its share of the cores.
+CORES = max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
 
 # Set before any test module is imported, and inherited by the processes that tests start.
 os.environ.setdefault("OMP_NUM_THREADS", str(CORES))  # an oversubscribed machine is slow and hides real timeouts

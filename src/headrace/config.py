@@ -17,6 +17,7 @@ SCHEDULING_POLICIES = ("fcfs", "priority", "fair", "static")
 KV_CACHE_LAYOUTS = ("auto", "paged", "contiguous")
 PREEMPTION_MODES = ("auto", "recompute", "swap")
 BACKENDS = ("auto", "reference", "cpu")
+ACTIVATION_PRECISIONS = ("auto", "float32")
 
 
 @dataclass(kw_only=True)
@@ -63,6 +64,9 @@ class EngineConfig:
     threads: CPU threads for the kernels; None takes OMP_NUM_THREADS, or the cores that this process may use, as
         far as the quotas of its control groups allow.
     backend: which implementation of the ops; "auto" is the fastest that this machine has.
+    activation_precision: with which activations the native kernels multiply weights that are stored as whole numbers:
+        "auto" rounds them to eight bits, with a scale for every 32; "float32" computes with the values of both as they
+        are, which is slower. The reference backend always does the latter.
     """
 
     model: str
@@ -94,6 +98,7 @@ class EngineConfig:
     seed: int | None = None
     threads: int | None = None
     backend: str = "auto"
+    activation_precision: str = "auto"
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str | os.PathLike) or not str(self.model):
@@ -101,6 +106,7 @@ class EngineConfig:
         self.model = str(self.model)
         self._choice("dtype", DTYPES)
         self._choice("backend", BACKENDS)
+        self._choice("activation_precision", ACTIVATION_PRECISIONS)
         if self.revision is not None and not isinstance(self.revision, str):
             raise ConfigError(f"revision must be a string, not {self.revision!r}")
         self._choice("kv_cache_dtype", KV_CACHE_DTYPES)

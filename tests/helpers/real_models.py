@@ -50,7 +50,13 @@ def _plain_memmap(memmap: type[numpy.memmap], *arguments: Any, **keywords: Any) 
 @functools.cache
 def llm(name: str) -> LLM:
     return LLM(
-        str(PATHS[name]()), max_model_len=1024, kv_cache_memory=256 << 20, block_size=16, seed=0, threads=THREADS
+        str(PATHS[name]()),
+        max_model_len=1024,
+        kv_cache_memory=256 << 20,
+        block_size=16,
+        seed=0,
+        threads=THREADS,
+        activation_precision="float32",  # as transformers, which is the truth here, has them
     )
 
 

@@ -13,7 +13,7 @@ from headrace.errors import ConfigError
 if TYPE_CHECKING:
     from headrace.evals.metrics import Perplexity
 
-ENGINE_FLAGS = ["revision", "dtype", "quantization", "kv_cache_dtype", "backend", "threads"]
+ENGINE_FLAGS = ["revision", "dtype", "quantization", "kv_cache_dtype", "backend", "activation_precision", "threads"]
 CHUNK = 512  # tokens of a step
 DESCRIPTION = """\
 Measures a model on a text, as it would be served: with its quantization, its

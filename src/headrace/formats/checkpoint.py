@@ -49,11 +49,13 @@ class Weight(ABC):
     """A tensor as it is stored: values in some coding, memory-mapped where the format allows it.
 
     shape: the logical shape, `[out_features, in_features]` for a matrix.
+    dtype: the smallest of float32, bfloat16 and float16 that holds every value as it is.
     activation_bits: to how many bits the activations that it meets are to be rounded (`Ops.linear` says how); None
         where they stay as they are.
     """
 
     shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
     activation_bits: int | None = None
 
     @abstractmethod
@@ -76,6 +78,8 @@ class DenseWeight(Weight):
     def __init__(self, data: torch.Tensor) -> None:
         self.data = data
         self.shape = tuple(data.shape)
+        if data.dtype in (torch.bfloat16, torch.float16):
+            self.dtype = data.dtype
 
     @property
     def coding(self) -> str:

@@ -59,6 +59,7 @@ class GGMLWeight(Weight):
         self.blocks = blocks
         self.block_type = block_type
         self.shape = shape
+        self.dtype = {"BF16": torch.bfloat16, "F16": torch.float16}.get(block_type.name, torch.float32)
 
     @property
     def coding(self) -> str:

@@ -46,7 +46,7 @@ class Matrix:
     """
 
     shape: tuple[int, int]
-    data: Tensor
+    data: Any
     parts: list[IntegerWeight | Tensor] | None = None
 
 
@@ -207,8 +207,9 @@ class Ops:
         ):
             rows = new.transpose(0, 1)  # [K, T, D]
             if scales is not None:
-                rows, row_scales = _to_int8(rows)
+                row_scales = _kv_scales(rows)
                 scales.flatten(1, 2)[:, slots] = row_scales
+                rows = _codes(rows, row_scales)
             stored.flatten(1, 2)[:, slots] = rows.to(stored.dtype)
 
     def attention(
@@ -336,12 +337,9 @@ def integer_linear(x: Tensor, weight: IntegerWeight) -> Tensor:
     added in order, and the row's scale comes last.
     x: `[T, in]`. Returns `[T, out]` in x's dtype.
     """
-    rows = (x if weight.order is None else x[:, weight.order]).float()
-    row_scales = rows.abs().amax(1) / 127
-    row_scales = torch.where(row_scales.isfinite(), row_scales, torch.nan)
-    # 0 / 0, and whatever belongs to a NaN scale, which makes the row NaN in the end; a scale that lost bits to
-    # underflow could give codes out of range.
-    codes = (rows / row_scales[:, None]).nan_to_num(0, 0, 0).round().clamp(-127, 127).to(torch.int8)
+    rows = x if weight.order is None else x[:, weight.order]
+    row_scales = _exact_scales(rows)
+    codes = _codes(rows, row_scales)
     y = torch.zeros(len(x), len(weight.codes))
     columns = weight.codes.shape[1]
     for group, start in enumerate(range(0, columns, weight.group_size)):
@@ -362,19 +360,24 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.from_numpy(np.zeros(size, np.uint8)).view(dtype).view(shape)
 
 
-def _to_int8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes int8 `[..., D]` and scales float16 `[...]` of rows x, as `Ops.store_kv` says."""
-    x = x.float()
-    exact = x.abs().amax(-1) / 127
-    exact = torch.where(exact.isfinite(), exact, torch.nan)
+def _exact_scales(x: Tensor) -> Tensor:
+    """max|row| / 127 of rows x `[..., n]`, float32 `[...]`; NaN of a row with an infinity or a NaN."""
+    scale = x.float().abs().amax(-1) / 127
+    return torch.where(scale.isfinite(), scale, torch.nan)
+
+
+def _kv_scales(x: Tensor) -> Tensor:
+    """The scales of rows x in the cache, float16 `[...]`, as `Ops.store_kv` says."""
+    exact = _exact_scales(x)
     nearest = exact.to(KV_SCALE_DTYPE)
     # The bits of positive floats are in order, so the next larger one is the next number.
     next_larger = (nearest.view(torch.int16) + 1).view(KV_SCALE_DTYPE)
-    scale = torch.where(nearest.float() < exact, next_larger, nearest).clamp(max=MAX_KV_SCALE)
-    codes = (
-        (x / scale.float()[..., None]).nan_to_num(0, 0, 0).round().clamp(-127, 127)
-    )  # 0 / 0, and those of a NaN scale
-    return codes.to(torch.int8), scale
+    return torch.where(nearest.float() < exact, next_larger, nearest).clamp(max=MAX_KV_SCALE)
+
+
+def _codes(x: Tensor, scales: Tensor) -> Tensor:
+    """Rows x `[..., n]` over their scales `[...]` as the nearest int8; 0 where that is 0 / 0 or the scale is NaN."""
+    return (x.float() / scales.float()[..., None]).nan_to_num(0, 0, 0).round().clamp(-127, 127).to(torch.int8)
 
 
 @dataclass(slots=True)

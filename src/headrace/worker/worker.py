@@ -34,7 +34,7 @@ class Worker:
             torch.set_num_threads(config.threads)
         elif "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(min(torch.get_num_threads(), available_cpus()))
-        self.ops = create_ops(config.backend)
+        self.ops = create_ops(config.backend, config.activation_precision, torch.get_num_threads())
         dtype = DTYPES[config.dtype]
         if config.quantization is not None:
             checkpoint = QuantizedOnLoad(checkpoint, config.quantization)
