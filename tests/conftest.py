@@ -1,7 +1,9 @@
 """Fixtures and settings for all tests."""
 
+import logging
 import os
 import random
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -15,6 +17,16 @@ os.environ.setdefault("OMP_NUM_THREADS", str(CORES))  # an oversubscribed machin
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # silences a warning about forks
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test may depend on a hub
 torch.set_num_threads(min(torch.get_num_threads(), CORES))
+
+
+@pytest.fixture(autouse=True)
+def _logging_as_it_was() -> Iterator[None]:
+    """A test that starts a command in this process leaves no handler with a stream that is closed later."""
+    before = logging.root.handlers[:], logging.root.level, logging.getLogger("headrace").level
+    yield
+    logging.root.handlers[:], level, ours = before
+    logging.root.setLevel(level)
+    logging.getLogger("headrace").setLevel(ours)
 
 
 @pytest.fixture(autouse=True)

@@ -1,9 +1,11 @@
 """`headrace serve` in a process of its own."""
 
 import os
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,8 +23,7 @@ class Process:
     """A server in a process of its own, with a place of its own for temporary files."""
 
     def __init__(self, tmp_path: Path, model: Path, *flags: str, max_files: int | None = None) -> None:
-        self.tmp = tmp_path / "tmp"
-        self.tmp.mkdir(exist_ok=True)
+        self.tmp = Path(tempfile.mkdtemp(prefix="hr-"))  # tmp_path can be too long for a socket
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
@@ -70,3 +71,4 @@ def process(tmp_path: Path, model: Path, *flags: str, max_files: int | None = No
         started.popen.kill()
         started.popen.communicate()
         started.log.close()
+        shutil.rmtree(started.tmp, ignore_errors=True)

@@ -54,7 +54,8 @@ def test_dependencies_are_those_that_are_imported() -> None:
     imported -= sys.stdlib_module_names | {"headrace", "_typeshed"}
     distributions = metadata.packages_distributions()
     used = {normal(distributions[module][0]) for module in imported} - {"pydantic-core"}  # a part of pydantic
-    assert used == {normal(requirement) for requirement in PROJECT["dependencies"]}
+    # uvicorn's parser of HTTP/1.1: our limits on connections hang on it, though by uvicorn's name for it only.
+    assert used | {"httptools"} == {normal(requirement) for requirement in PROJECT["dependencies"]}
 
 
 def test_everything_that_ci_installs_is_pinned() -> None:

@@ -32,7 +32,7 @@ GOOD = [
     {"temperature": 1e-300, "top_p": 1e-300, "min_p": 0},
     {"top_k": -1},
     {"top_k": 0},
-    {"top_k": HUGE, "max_tokens": HUGE, "min_tokens": HUGE},
+    {"top_k": 2**63 - 1, "max_tokens": 2**63 - 1, "min_tokens": 2**63 - 1},
     {"min_tokens": 16},
     {"min_tokens": 1000, "max_tokens": None},
     {"stop": "\n"},
@@ -52,9 +52,10 @@ GOOD = [
 ]
 
 BAD = {
+    "structured_outputs": [1, "json", {"json": {}}],
     "n": [0, -1, MAX_N + 1, HUGE, 1.0, True, None, "1", [1], np.int64(2)],
     "temperature": [-0.1, 100.1, NAN, math.inf, -math.inf, 10**400, HUGE, True, None, "0.5", [0.5], 1j],
-    "top_k": [-2, -HUGE, 1.5, 5.0, True, None, "5", [], NAN],
+    "top_k": [-2, -HUGE, HUGE, 2**63, 1.5, 5.0, True, None, "5", [], NAN],
     "top_p": [0, 0.0, -0.0, -0.5, 1.01, NAN, math.inf, HUGE, True, None, "1", {}],
     "min_p": [-0.1, 1.5, NAN, HUGE, False, None, "0"],
     "xtc_probability": [-0.1, 1.1, NAN, True, None, "0"],

@@ -164,6 +164,7 @@ class AsyncEngine:
         self._directory = Path(tempfile.mkdtemp(prefix="headrace-"))  # only this user may enter it
         path = self._directory / "engine"
         if len(str(path)) > 100:
+            self._directory.rmdir()
             raise ConfigError(f"{self._directory} is too long a path for a socket: set TMPDIR to a shorter one")
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.DEALER)

@@ -22,6 +22,7 @@ except ImportError as error:
 
 # How the kernels number the dtypes (csrc/kernels.h).
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
+ACTIVATIONS = (torch.float32, torch.bfloat16, torch.float16)
 MAX_HEAD_DIM = 512  # as csrc/attention.h has it
 
 
@@ -108,7 +109,7 @@ class CpuOps(Ops):
             rows = rows.contiguous()
             row_stride = hidden
         weight = weight.contiguous()
-        if not x.is_floating_point() or weight.dtype != torch.float32 or weight.numel() != hidden:
+        if x.dtype not in ACTIVATIONS or weight.dtype != torch.float32 or weight.numel() != hidden:
             raise ValueError(
                 f"rms_norm takes float32, bfloat16 or float16 and a float32 weight of size {hidden}, "
                 f"not {x.dtype} and {weight.dtype} of size {weight.numel()}"
@@ -191,7 +192,7 @@ class CpuOps(Ops):
 
 def _number(dtype: torch.dtype) -> int:
     """Of a dtype of activations."""
-    if dtype == torch.int8 or dtype not in DTYPES:
+    if dtype not in ACTIVATIONS:
         raise ValueError(f"activations must be float32, bfloat16 or float16, not {dtype}")
     return DTYPES[dtype]
 
