@@ -170,7 +170,7 @@ def test_refuses_what_it_cannot_read() -> None:
         with pytest.raises(ValueError, match="rms_norm takes float32, bfloat16 or float16"):
             ops.rms_norm(bad_x, bad_weight, EPS)
     with pytest.raises(ValueError, match="dtype must be 0"):
-        _native.rms_norm(0, 0, 0, 0, 1, 1, EPS, 3)
+        _native.rms_norm(0, 0, 0, 0, 1, 1, EPS, 4)
 
 
 def test_other_threads_run_meanwhile() -> None:
