@@ -126,18 +126,16 @@ inline void weigh(const Attention& args, Query& query, int64_t tile) {
   F32x16 most = splat(query.most);
   for (int64_t i = 0; i < kTile; i += kLanes) most = max(load(scores + i), most);
   const float highest = largest(most);
-  if (highest == -INFINITY) {  // it sees nothing of this tile
-    for (int64_t i = 0; i < kTile; ++i) scores[i] = 0.0f;
-    return;
-  }
   if (highest != query.most) {
     const F32x16 shrink = splat(lane_exp(query.most - highest));
     query.total = query.total * shrink;
     by_lanes(args.cache.dim, [&](int64_t d, int64_t) { store(query.out + d, load(query.out + d) * shrink); });
     query.most = highest;
   }
+  // Where nothing is above -infinity yet, weights are zero, and those of NaN are NaN: a fault upstream is not hidden.
+  const F32x16 base = splat(highest == -INFINITY ? 0.0f : highest);
   for (int64_t i = 0; i < kTile; i += kLanes) {
-    const F32x16 weights = exp(load(scores + i) - splat(highest));
+    const F32x16 weights = exp(load(scores + i) - base);
     query.total = query.total + weights;
     store(scores + i, weights);
   }
@@ -178,7 +176,7 @@ struct Found {
 
 // Puts what was found in the next part to what is there.
 inline void merge(Found next, int64_t dim, float* out, float& most, float& total) {
-  if (next.most == -INFINITY) return;
+  if (next.most == -INFINITY && next.total == 0.0f) return;  // it saw nothing there
   const float highest = next.most > most ? next.most : most;
   const float shrink = lane_exp(most - highest), shrink_next = lane_exp(next.most - highest);
   for (int64_t d = 0; d < dim; ++d) out[d] = out[d] * shrink + next.out[d] * shrink_next;

@@ -62,7 +62,7 @@ void prepare_row(const Prepare& args, int64_t row) {
     } else {
       const float most = largest(max(abs(low), abs(high)));
       // Infinities and NaN make the scale NaN, and with it all outputs: a fault upstream is not hidden.
-      const float fault = sum((low + high) * splat(0.0f));
+      const float fault = sum(low * splat(0.0f) + high * splat(0.0f));
       scale = most > kSmallest ? most / 127.0f + fault : fault;
       const F32x16 inverse = splat(most > kSmallest ? 127.0f / most : 0.0f);
       low = low * inverse;

@@ -98,7 +98,7 @@ class Pool {
 
 std::mutex mutex;
 Pool* pool = nullptr;  // never destroyed at exit: helpers may be running
-int wanted = 1;
+std::atomic<int> wanted = 1;
 
 // A child process has none of its parent's threads: it forgets them, and makes its own when it needs them.
 void after_fork() {
@@ -108,26 +108,20 @@ void after_fork() {
 
 }  // namespace
 
-void set_threads(int count) {
-  const std::lock_guard<std::mutex> lock(mutex);
-  wanted = std::max(1, count);
-}
-
-int threads() {
-  const std::lock_guard<std::mutex> lock(mutex);
-  return wanted;
-}
+void set_threads(int count) { wanted = std::max(1, count); }
+int threads() { return wanted; }
 
 void parallel(int64_t tasks, void (*run)(void*, int64_t), void* context) {
   const std::unique_lock<std::mutex> lock(mutex, std::try_to_lock);
-  if (tasks < 2 || !lock || wanted == 1) {
+  const int count = wanted;
+  if (tasks < 2 || !lock || count == 1) {
     for (int64_t task = 0; task < tasks; ++task) run(context, task);
     return;
   }
-  if (!pool || pool->size() != wanted) {
+  if (!pool || pool->size() != count) {
     [[maybe_unused]] static const int once = pthread_atfork(nullptr, nullptr, after_fork);
     delete pool;
-    pool = new Pool(wanted - 1);
+    pool = new Pool(count - 1);
   }
   pool->run(tasks, run, context);
 }

@@ -1,6 +1,7 @@
 """The native matrix products: against float64 and the reference; bit by bit between instruction sets."""
 
-from collections.abc import Iterator
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -13,14 +14,6 @@ from headrace.ops.reference import Ops
 
 ISAS = _native.available_isas()
 REFERENCE = Ops()
-
-
-@pytest.fixture(params=ISAS)
-def ops(request: pytest.FixtureRequest) -> Iterator[CpuOps]:
-    before = _native.isa()
-    _native.select_isa(request.param)
-    yield CpuOps(threads=2)
-    _native.select_isa(before)
 
 
 def coded(
@@ -129,6 +122,16 @@ def test_rounded_activations_are_the_reference_s(ops: CpuOps, coding: dict[str, 
 
 
 @pytest.mark.parametrize("group", [3, 24, 40])
+def test_rounded_activations_are_rounded_for_any_group(ops: CpuOps, group: int) -> None:
+    weights, x = (
+        [coded(8, 80, 4, group, activation_bits=8), coded(8, 80, 8, 1000, activation_bits=8)],
+        torch.randn(3, 80),
+    )
+    expected = REFERENCE.linear(x, REFERENCE.matrix(weights, torch.float32))
+    torch.testing.assert_close(ops.linear(x, ops.matrix(weights, torch.float32)), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("group", [3, 24, 40])
 def test_groups_that_no_kernel_takes_become_floats(ops: CpuOps, group: int) -> None:
     weight, x = coded(8, 80, 4, group), torch.randn(3, 80)
     expected = x.double() @ weight.dequantize().double().T
@@ -226,6 +229,31 @@ def test_nan_and_infinity_come_through(ops: CpuOps, weight: DenseWeight | CodedW
     assert not y[1].isfinite().all()
     assert torch.equal(y[2], torch.zeros(50))
     assert y[3].isfinite().all()
+
+
+def test_a_forked_process_and_several_threads_get_the_same_bits() -> None:
+    """A child has none of its parent's helpers; two engines in one process share them."""
+    program = """
+import os, threading, torch
+from headrace.formats.checkpoint import DenseWeight
+from headrace.ops.cpu import CpuOps
+ops = CpuOps(threads=3)
+matrix = ops.matrix([DenseWeight(torch.randn(512, 64))], torch.float32)
+x = torch.randn(40, 64)
+expected = ops.linear(x, matrix)
+same = []
+def run():
+    same.append(all(torch.equal(ops.linear(x, matrix), expected) for _ in range(200)))
+threads = [threading.Thread(target=run) for _ in range(3)]
+for t in threads: t.start()
+for t in threads: t.join()
+child = os.fork()
+if child == 0:
+    os._exit(0 if torch.equal(ops.linear(x, matrix), expected) else 1)
+print(same, os.waitpid(child, 0)[1])
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "[True, True, True] 0\n", done.stderr
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e30])

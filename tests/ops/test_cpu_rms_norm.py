@@ -2,7 +2,6 @@
 
 import sys
 import threading
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -16,14 +15,6 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 ISAS = _native.available_isas()
 INTEGERS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
 EPS = 1e-5
-
-
-@pytest.fixture(params=ISAS)
-def ops(request: pytest.FixtureRequest) -> Iterator[CpuOps]:
-    before = _native.isa()
-    _native.select_isa(request.param)
-    yield CpuOps()
-    _native.select_isa(before)
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:

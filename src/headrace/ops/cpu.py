@@ -9,7 +9,7 @@ from torch import Tensor
 
 from headrace.errors import ConfigError, HeadraceError
 from headrace.formats.checkpoint import Weight
-from headrace.ops.packing import LANES, Packed, pack
+from headrace.ops.packing import LANES, Packed, is_packable, pack
 from headrace.ops.reference import KVCache, Matrix, Ops, RaggedBatch
 
 try:
@@ -63,7 +63,12 @@ class CpuOps(Ops):
     # Weights and memory
 
     def matrix(self, weights: Sequence[Weight], dtype: torch.dtype) -> Matrix:
-        """As the reference, in panels of sixteen outputs; whole numbers stay what they are."""
+        """As the reference, in panels of sixteen outputs; whole numbers stay what they are.
+
+        It is the reference's own matrix where activations are to be rounded for groups that no kernel takes.
+        """
+        if any(w.activation_bits is not None and not is_packable(w.integers()) for w in weights):
+            return super().matrix(weights, dtype)
         return _native_matrix(pack(weights, dtype, codes=self.codes), dtype)
 
     def table(self, weight: Weight, dtype: torch.dtype) -> Matrix:
@@ -121,6 +126,8 @@ class CpuOps(Ops):
         return y
 
     def linear(self, x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
+        if not isinstance(weight, NativeMatrix):
+            return super().linear(x, weight, bias)
         outputs, inputs = weight.shape
         if x.shape[1] != inputs or (bias is not None and (bias.dtype != x.dtype or len(bias) != outputs)):
             raise ValueError(f"linear of {list(x.shape)} {x.dtype} by {[outputs, inputs]} and its bias does not fit")
@@ -128,7 +135,7 @@ class CpuOps(Ops):
             x = x.contiguous()
         y = torch.empty(len(x), outputs, dtype=x.dtype)
         bias_at = 0 if bias is None else bias.contiguous().data_ptr()
-        _native.linear(_handle(weight), x.data_ptr(), len(x), x.stride(0), bias_at, y.data_ptr(), _number(x.dtype))
+        _native.linear(weight.handle, x.data_ptr(), len(x), x.stride(0), bias_at, y.data_ptr(), _number(x.dtype))
         return y
 
     def rotary(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -207,11 +214,6 @@ def _native_matrix(pieces: list[Packed], dtype: torch.dtype) -> NativeMatrix:
             *(0 if t is None else t.data_ptr() for t in (p.scales, p.minimums, p.order)),
         )  # fmt: skip
     return NativeMatrix((sum(p.outputs for p in pieces), pieces[0].inputs), pieces, handle=handle, dtype=dtype)
-
-
-def _handle(matrix: Matrix) -> _native.Matrix:
-    assert isinstance(matrix, NativeMatrix)
-    return matrix.handle
 
 
 def _cache_handle(cache: KVCache) -> _native.Cache:

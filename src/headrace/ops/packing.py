@@ -57,7 +57,7 @@ def pack(weights: Sequence[Weight], dtype: torch.dtype, *, codes: bool) -> list[
     for weight in weights:
         rounded = weight.activation_bits is not None
         integers = weight.integers() if codes or rounded else None
-        if integers is not None and not _supported(integers):
+        if not is_packable(integers):
             integers = None
         if joined and (integers is None or rounded != whole_rows or not _alike(joined[-1], integers)):
             pieces.append(_pack_integers(joined, whole_rows))
@@ -77,8 +77,10 @@ def _pack_floats(matrix: Tensor) -> Packed:
     return Packed(FLOATS, outputs, inputs, padded.view(-1, LANES, inputs).transpose(1, 2).contiguous())
 
 
-def _supported(weight: IntegerWeight) -> bool:
-    """Whether no group ends within a block, unless the block has two halves with a group each."""
+def is_packable(weight: IntegerWeight | None) -> bool:
+    """Whether there are whole numbers, and no group ends within a block but for two that share one."""
+    if weight is None:
+        return False
     whole_row = weight.group_size >= weight.codes.shape[1]
     return whole_row or weight.group_size == LANES or weight.group_size % BLOCK == 0
 
