@@ -8,10 +8,9 @@ and the Kullback-Leibler divergence of the next-token distributions, as in kv_qu
 
 import argparse
 from pathlib import Path
-from pydoc_data.topics import topics
 
 import torch
-from kv_quality import logprobs
+from kv_quality import logprobs, quality, text_ids
 
 from headrace.config import EngineConfig
 from headrace.formats.open import open_checkpoint
@@ -30,8 +29,7 @@ def main() -> None:
 
     model = args.model or fetch(DEFAULT_MODEL)
     checkpoint = open_checkpoint(str(model))
-    text = args.text.read_text(encoding="utf-8") if args.text else "\n\n".join(topics[name] for name in sorted(topics))
-    ids = checkpoint.tokenizer().encode(text)[: args.tokens]
+    ids = text_ids(checkpoint, args.text, args.tokens)
     exact, rounded = (
         Worker(
             EngineConfig(
@@ -41,20 +39,16 @@ def main() -> None:
         )
         for name in ("float32", "auto")
     )
-    divergences, losses, same = [], [], 0
-    for start in range(0, len(ids), args.chunk):
-        p, q = (logprobs(worker, ids, start, args.chunk, worker.caches) for worker in (exact, rounded))
-        divergences.append((p.exp() * (p - q)).sum(-1))
-        same += int((p.argmax(-1) == q.argmax(-1)).sum())
-        targets = torch.tensor(ids[start + 1 : start + args.chunk + 1])
-        rows = torch.arange(len(targets))
-        losses.append(-torch.stack([p[rows, targets], q[rows, targets]], 1))
-    divergence, perplexity = torch.cat(divergences), torch.cat(losses).mean(0).exp()
-    print(f"perplexity, float32      {perplexity[0]:.4f}")
-    print(f"perplexity, eight bits   {perplexity[1]:.4f} ({perplexity[1] / perplexity[0] - 1:+.2%})")
-    print(f"mean KL divergence       {divergence.mean():.5f} nats")
-    print(f"99th percentile, largest {divergence.quantile(0.99):.4f}, {divergence.max():.4f}")
-    print(f"same most likely token   {same / len(divergence):.1%}")
+    pairs = (
+        (
+            logprobs(exact, ids, start, args.chunk, exact.caches),
+            logprobs(rounded, ids, start, args.chunk, rounded.caches),
+            ids[start + 1 :],
+        )
+        for start in range(0, len(ids), args.chunk)
+    )
+    for name, value in quality(pairs).items():
+        print(f"{name:28s} {value:.6g}")
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ into windows; in each the tokens run in chunks, so that all but the first read m
 
 import argparse
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from headrace.config import EngineConfig
+from headrace.formats.checkpoint import Checkpoint
 from headrace.formats.open import open_checkpoint
 from headrace.formats.package_models import DEFAULT_MODEL, fetch
 from headrace.ops.reference import KV_SCALE_DTYPE, KVCache, RaggedBatch
@@ -38,8 +40,7 @@ def main() -> None:
 
     model = args.model or fetch(DEFAULT_MODEL)
     checkpoint = open_checkpoint(str(model))
-    text = args.text.read_text(encoding="utf-8") if args.text else "\n\n".join(topics[name] for name in sorted(topics))
-    ids = checkpoint.tokenizer().encode(text)[: args.tokens]
+    ids = text_ids(checkpoint, args.text, args.tokens)
     config = EngineConfig(
         model=str(model),
         dtype=args.dtype,
@@ -67,20 +68,35 @@ def compare(worker: Worker, ids: list[int], window: int, chunk: int) -> dict[str
         ]
         for dtype in (own, torch.int8)
     )
+    pairs = (
+        (logprobs(worker, part, start, chunk, plain), logprobs(worker, part, start, chunk, int8), part[start + 1 :])
+        for part in (ids[first : first + window] for first in range(0, len(ids) - 1, window))
+        for start in range(0, len(part), chunk)
+    )
+    return quality(pairs) | {
+        "tokens in the same memory": model.kv_bytes_per_token(own.itemsize)
+        / model.kv_bytes_per_token(1, KV_SCALE_DTYPE.itemsize),
+    }
+
+
+def text_ids(checkpoint: Checkpoint, text: Path | None, tokens: int) -> list[int]:
+    """The first tokens of a text in UTF-8, or of the manual that Python brings along."""
+    content = text.read_text(encoding="utf-8") if text else "\n\n".join(topics[name] for name in sorted(topics))
+    return checkpoint.tokenizer().encode(content)[:tokens]
+
+
+def quality(pairs: Iterable[tuple[Tensor, Tensor, list[int]]]) -> dict[str, float]:
+    """What the second of two runs costs: of each chunk, both log-probabilities `[n, vocab]` and the tokens that follow."""
     divergences, losses, same = [], [], 0
-    for first in range(0, len(ids) - 1, window):
-        part = ids[first : first + window]
-        for start in range(0, len(part), chunk):
-            p, q = (logprobs(worker, part, start, chunk, caches) for caches in (plain, int8))
-            divergences.append((p.exp() * (p - q)).sum(-1))
-            same += int((p.argmax(-1) == q.argmax(-1)).sum())
-            targets = torch.tensor(part[start + 1 : start + chunk + 1])
-            rows = torch.arange(len(targets))
-            losses.append(-torch.stack([p[rows, targets], q[rows, targets]], 1))
-    divergence, loss = torch.cat(divergences), torch.cat(losses).mean(0)
-    perplexity = loss.exp()
+    for p, q, following in pairs:
+        divergences.append((p.exp() * (p - q)).sum(-1))
+        same += int((p.argmax(-1) == q.argmax(-1)).sum())
+        targets = torch.tensor(following[: len(p)])
+        rows = torch.arange(len(targets))
+        losses.append(-torch.stack([p[rows, targets], q[rows, targets]], 1))
+    divergence, perplexity = torch.cat(divergences), torch.cat(losses).mean(0).exp()
     return {
-        "tokens": len(ids),
+        "tokens": len(divergence),
         "perplexity": float(perplexity[0]),
         "perplexity int8": float(perplexity[1]),
         "perplexity ratio": float(perplexity[1] / perplexity[0]),
@@ -88,8 +104,6 @@ def compare(worker: Worker, ids: list[int], window: int, chunk: int) -> dict[str
         "99th percentile of KL": float(divergence.quantile(0.99)),
         "largest KL": float(divergence.max()),
         "same most likely token": same / len(divergence),
-        "tokens in the same memory": model.kv_bytes_per_token(own.itemsize)
-        / model.kv_bytes_per_token(1, KV_SCALE_DTYPE.itemsize),
     }
 
 
