@@ -86,7 +86,7 @@ def text_ids(checkpoint: Checkpoint, text: Path | None, tokens: int) -> list[int
 
 
 def quality(pairs: Iterable[tuple[Tensor, Tensor, list[int]]]) -> dict[str, float]:
-    """What the second of two runs costs: of each chunk, both log-probabilities `[n, vocab]` and the tokens that follow."""
+    """What the second of two runs costs: each chunk's log-probabilities `[n, vocab]` of both, and what follows."""
     divergences, losses, same = [], [], 0
     for p, q, following in pairs:
         divergences.append((p.exp() * (p - q)).sum(-1))
