@@ -41,7 +41,13 @@ struct Matrix {
   }
 };
 
-using Release = nb::call_guard<nb::gil_scoped_release>;
+// The ops of a step, in order. Python keeps the tensors alive that they name.
+struct Program {
+  std::vector<Op> ops;
+};
+
+// Which number of a step an op goes by.
+int64_t count(const Step& step, bool chosen) { return chosen ? step.chosen : step.tokens; }
 
 }  // namespace
 
@@ -52,47 +58,26 @@ NB_MODULE(_native, m) {
   m.def("set_threads", &set_threads, nb::arg("count"));
   m.def("threads", &threads);
 
+  using Release = nb::call_guard<nb::gil_scoped_release>;
+  nb::class_<Op>(m, "Op").def(
+      "run",
+      [](const Op& op, int64_t tokens, int64_t chosen, int64_t sequences) { op({tokens, chosen, sequences}); },
+      nb::arg("tokens"), nb::arg("chosen") = 0, nb::arg("sequences") = 0, Release());
+  nb::class_<Program>(m, "Program")
+      .def(nb::init<>())
+      .def("add", [](Program& program, const Op& op) { program.ops.push_back(op); }, nb::arg("op"))
+      .def(
+          "run",
+          [](const Program& program, int64_t tokens, int64_t chosen, int64_t sequences) {
+            for (const Op& op : program.ops) op({tokens, chosen, sequences});
+          },
+          nb::arg("tokens"), nb::arg("chosen"), nb::arg("sequences"), Release());
+
   nb::class_<Matrix>(m, "Matrix")
       .def(nb::init<>())
       .def("add", &Matrix::add, nb::arg("coding"), nb::arg("dtype"), nb::arg("outputs"), nb::arg("inputs"),
            nb::arg("group"), nb::arg("offset"), nb::arg("whole_rows"), nb::arg("values"), nb::arg("scales"),
            nb::arg("minimums"), nb::arg("order"));
-
-  m.def(
-      "rms_norm",
-      [](uintptr_t x, uintptr_t weight, uintptr_t y, int64_t rows, int64_t hidden, int64_t x_stride, float eps,
-         int dtype) {
-        rms_norm({pointer<const void>(x), pointer<const float>(weight), pointer<void>(y), rows, hidden, x_stride, eps,
-                  dtype_of(dtype)});
-      },
-      nb::arg("x"), nb::arg("weight"), nb::arg("y"), nb::arg("rows"), nb::arg("hidden"), nb::arg("x_stride"),
-      nb::arg("eps"), nb::arg("dtype"), Release());
-  m.def(
-      "linear",
-      [](const Matrix& matrix, uintptr_t x, int64_t rows, int64_t x_stride, uintptr_t bias, uintptr_t y, int dtype) {
-        linear(matrix.parts, pointer<const void>(x), rows, x_stride, pointer<const void>(bias), pointer<void>(y),
-               dtype_of(dtype));
-      },
-      nb::arg("matrix"), nb::arg("x"), nb::arg("rows"), nb::arg("x_stride"), nb::arg("bias"), nb::arg("y"),
-      nb::arg("dtype"), Release());
-  m.def(
-      "embedding",
-      [](const Matrix& matrix, uintptr_t ids, uintptr_t y, int64_t tokens) {
-        if (matrix.parts.size() != 1) throw std::invalid_argument("a table has one part");
-        embedding({matrix.parts[0], pointer<const int64_t>(ids), pointer<float>(y)}, tokens);
-      },
-      nb::arg("matrix"), nb::arg("ids"), nb::arg("y"), nb::arg("tokens"), Release());
-  m.def(
-      "rotary",
-      [](uintptr_t x, uintptr_t y, uintptr_t cosines, uintptr_t sines, int dtype, int64_t tokens, int64_t heads,
-         int64_t dim, int64_t half, int64_t token_stride, int64_t head_stride) {
-        rotary({pointer<const void>(x), pointer<void>(y), pointer<const float>(cosines), pointer<const float>(sines),
-                dtype_of(dtype), heads, dim, half, token_stride, head_stride},
-               tokens);
-      },
-      nb::arg("x"), nb::arg("y"), nb::arg("cosines"), nb::arg("sines"), nb::arg("dtype"), nb::arg("tokens"),
-      nb::arg("heads"), nb::arg("dim"), nb::arg("half"), nb::arg("token_stride"), nb::arg("head_stride"), Release());
-
   nb::class_<Cache>(m, "Cache")
       .def(
           "__init__",
@@ -106,34 +91,106 @@ NB_MODULE(_native, m) {
           nb::arg("keys"), nb::arg("values"), nb::arg("key_scales"), nb::arg("value_scales"), nb::arg("dtype"),
           nb::arg("scale_dtype"), nb::arg("heads"), nb::arg("dim"), nb::arg("block_size"), nb::arg("chunk"),
           nb::arg("blocks"));
+
+  m.def(
+      "embedding",
+      [](const Matrix& matrix, uintptr_t ids, uintptr_t y, int dtype, float scale) -> Op {
+        if (matrix.parts.size() != 1) throw std::invalid_argument("a table has one part");
+        const Embedding args = {matrix.parts[0], pointer<const int64_t>(ids), pointer<void>(y), dtype_of(dtype), scale};
+        return [args](const Step& step) { embedding(args, step.tokens); };
+      },
+      nb::arg("matrix"), nb::arg("ids"), nb::arg("y"), nb::arg("dtype"), nb::arg("scale"));
+  m.def(
+      "rms_norm",
+      [](uintptr_t x, uintptr_t weight, uintptr_t y, int dtype, int64_t heads, int64_t hidden, int64_t token_stride,
+         int64_t head_stride, float eps, bool chosen) -> Op {
+        const RmsNorm args = {pointer<const void>(x), pointer<const float>(weight), pointer<void>(y), dtype_of(dtype),
+                              heads, hidden, token_stride, head_stride, eps};
+        return [args, chosen](const Step& step) { rms_norm(args, count(step, chosen)); };
+      },
+      nb::arg("x"), nb::arg("weight"), nb::arg("y"), nb::arg("dtype"), nb::arg("heads"), nb::arg("hidden"),
+      nb::arg("token_stride"), nb::arg("head_stride"), nb::arg("eps"), nb::arg("chosen") = false);
+  m.def(
+      "linear",
+      [](const Matrix& matrix, uintptr_t x, int64_t x_stride, uintptr_t bias, uintptr_t y, int dtype,
+         bool chosen) -> Op {
+        return [parts = matrix.parts, x = pointer<const void>(x), x_stride, bias = pointer<const void>(bias),
+                y = pointer<void>(y), dtype = dtype_of(dtype), chosen](const Step& step) {
+          linear(parts, x, count(step, chosen), x_stride, bias, y, dtype);
+        };
+      },
+      nb::arg("matrix"), nb::arg("x"), nb::arg("x_stride"), nb::arg("bias"), nb::arg("y"), nb::arg("dtype"),
+      nb::arg("chosen") = false);
+  m.def(
+      "rotary",
+      [](uintptr_t x, uintptr_t y, uintptr_t cosines, uintptr_t sines, int dtype, int64_t heads, int64_t dim,
+         int64_t half, int64_t token_stride, int64_t head_stride) -> Op {
+        const Rotary args = {pointer<const void>(x), pointer<void>(y), pointer<const float>(cosines),
+                             pointer<const float>(sines), dtype_of(dtype), heads, dim, half, token_stride, head_stride};
+        return [args](const Step& step) { rotary(args, step.tokens); };
+      },
+      nb::arg("x"), nb::arg("y"), nb::arg("cosines"), nb::arg("sines"), nb::arg("dtype"), nb::arg("heads"),
+      nb::arg("dim"), nb::arg("half"), nb::arg("token_stride"), nb::arg("head_stride"));
   m.def(
       "store_kv",
       [](const Cache& cache, uintptr_t key, uintptr_t value, int dtype, int64_t key_token_stride,
-         int64_t value_token_stride, int64_t key_head_stride, int64_t value_head_stride, uintptr_t slots,
-         int64_t tokens) {
-        store_kv({cache, pointer<const void>(key), pointer<const void>(value), dtype_of(dtype), key_token_stride,
-                  value_token_stride, key_head_stride, value_head_stride, pointer<const int64_t>(slots)},
-                 tokens);
+         int64_t value_token_stride, int64_t key_head_stride, int64_t value_head_stride, uintptr_t slots) -> Op {
+        const StoreKV args = {cache, pointer<const void>(key), pointer<const void>(value), dtype_of(dtype),
+                              key_token_stride, value_token_stride, key_head_stride, value_head_stride,
+                              pointer<const int64_t>(slots)};
+        return [args](const Step& step) { store_kv(args, step.tokens); };
       },
       nb::arg("cache"), nb::arg("key"), nb::arg("value"), nb::arg("dtype"), nb::arg("key_token_stride"),
-      nb::arg("value_token_stride"), nb::arg("key_head_stride"), nb::arg("value_head_stride"), nb::arg("slots"),
-      nb::arg("tokens"), Release());
+      nb::arg("value_token_stride"), nb::arg("key_head_stride"), nb::arg("value_head_stride"), nb::arg("slots"));
   m.def(
       "attention",
       [](const Cache& cache, uintptr_t query, uintptr_t out, int dtype, int64_t heads, int64_t token_stride,
          uintptr_t tables, int64_t table_stride, float scale, float softcap, int64_t window, uintptr_t sinks,
-         int64_t sequences, uintptr_t query_lens, uintptr_t context_lens) {
-        attention({pointer<const void>(query), pointer<void>(out), dtype_of(dtype), heads, token_stride, cache,
-                   pointer<const int64_t>(tables), table_stride, scale, softcap, window, pointer<const float>(sinks)},
-                  sequences, pointer<const int64_t>(query_lens), pointer<const int64_t>(context_lens));
+         uintptr_t query_lens, uintptr_t context_lens) -> Op {
+        const Attention args = {pointer<const void>(query), pointer<void>(out), dtype_of(dtype), heads, token_stride,
+                                cache, pointer<const int64_t>(tables), table_stride, scale, softcap, window,
+                                pointer<const float>(sinks)};
+        return [args, query_lens = pointer<const int64_t>(query_lens),
+                context_lens = pointer<const int64_t>(context_lens)](const Step& step) {
+          attention(args, step.sequences, query_lens, context_lens);
+        };
       },
       nb::arg("cache"), nb::arg("query"), nb::arg("out"), nb::arg("dtype"), nb::arg("heads"), nb::arg("token_stride"),
       nb::arg("tables"), nb::arg("table_stride"), nb::arg("scale"), nb::arg("softcap"), nb::arg("window"),
-      nb::arg("sinks"), nb::arg("sequences"), nb::arg("query_lens"), nb::arg("context_lens"), Release());
+      nb::arg("sinks"), nb::arg("query_lens"), nb::arg("context_lens"));
   m.def(
       "gated",
-      [](uintptr_t x, uintptr_t y, int dtype, int64_t tokens, int64_t n, bool gelu) {
-        gated({pointer<const void>(x), pointer<void>(y), dtype_of(dtype), n, gelu}, tokens);
+      [](uintptr_t x, uintptr_t y, int dtype, int64_t n, bool gelu) -> Op {
+        const Gated args = {pointer<const void>(x), pointer<void>(y), dtype_of(dtype), n, gelu};
+        return [args](const Step& step) { gated(args, step.tokens); };
       },
-      nb::arg("x"), nb::arg("y"), nb::arg("dtype"), nb::arg("tokens"), nb::arg("n"), nb::arg("gelu"), Release());
+      nb::arg("x"), nb::arg("y"), nb::arg("dtype"), nb::arg("n"), nb::arg("gelu"));
+  m.def(
+      "add",
+      [](uintptr_t x, uintptr_t y, uintptr_t sum, int dtype, int64_t n) -> Op {
+        const Add args = {pointer<const void>(x), pointer<const void>(y), pointer<void>(sum), dtype_of(dtype)};
+        return [args, n](const Step& step) { add(args, step.tokens * n); };
+      },
+      nb::arg("x"), nb::arg("y"), nb::arg("sum"), nb::arg("dtype"), nb::arg("n"));
+  m.def(
+      "take",
+      [](uintptr_t x, uintptr_t rows, uintptr_t y, int64_t bytes) -> Op {
+        return [x = pointer<const void>(x), rows = pointer<const int64_t>(rows), y = pointer<void>(y),
+                bytes](const Step& step) { take(x, rows, y, bytes, step.tokens, step.chosen); };
+      },
+      nb::arg("x"), nb::arg("rows"), nb::arg("y"), nb::arg("bytes"));
+  m.def(
+      "to_float",
+      [](uintptr_t x, int dtype, uintptr_t y, int64_t n, bool chosen) -> Op {
+        const ToFloat args = {pointer<const void>(x), dtype_of(dtype), pointer<float>(y)};
+        return [args, n, chosen](const Step& step) { to_float(args, count(step, chosen) * n); };
+      },
+      nb::arg("x"), nb::arg("dtype"), nb::arg("y"), nb::arg("n"), nb::arg("chosen") = false);
+  m.def(
+      "softcap",
+      [](uintptr_t x, uintptr_t y, int64_t n, float cap, bool chosen) -> Op {
+        const Softcap args = {pointer<const float>(x), pointer<float>(y), cap};
+        return [args, n, chosen](const Step& step) { softcap(args, count(step, chosen) * n); };
+      },
+      nb::arg("x"), nb::arg("y"), nb::arg("n"), nb::arg("cap"), nb::arg("chosen") = false);
 }

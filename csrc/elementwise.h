@@ -1,4 +1,4 @@
-// Ops without sums over many values: rotary embedding, writing the cache, gated activations. Arguments: kernels.h.
+// Ops without sums over many values: rotary embedding, writing the cache, gated activations, sums, soft caps. Arguments: kernels.h.
 #pragma once
 
 #include "codes.h"
@@ -76,6 +76,30 @@ void gated_token(const Gated& args, int64_t t) {
 void gated(const Gated& args, int64_t first_token, int64_t last_token) {
   with_type(args.dtype, [&](auto type) {
     for (int64_t t = first_token; t < last_token; ++t) gated_token<decltype(type)>(args, t);
+  });
+}
+
+void add(const Add& args, int64_t first, int64_t last) {
+  with_type(args.dtype, [&](auto type) {
+    using T = decltype(type);
+    const T* x = static_cast<const T*>(args.x) + first;
+    const T* y = static_cast<const T*>(args.y) + first;
+    T* sums = static_cast<T*>(args.sum) + first;
+    by_lanes(last - first, [&](int64_t i, int64_t n) { store_some(sums + i, load_some(x + i, n) + load_some(y + i, n), n); });
+  });
+}
+
+void softcap(const Softcap& args, int64_t first, int64_t last) {
+  const F32x16 cap = splat(args.cap);
+  by_lanes(last - first, [&](int64_t i, int64_t n) {
+    store_some(args.y + first + i, cap * tanh(load_some(args.x + first + i, n) / cap), n);
+  });
+}
+
+void to_float(const ToFloat& args, int64_t first, int64_t last) {
+  with_type(args.dtype, [&](auto type) {
+    const auto* x = static_cast<const decltype(type)*>(args.x) + first;
+    by_lanes(last - first, [&](int64_t i, int64_t n) { store_some(args.y + first + i, load_some(x + i, n), n); });
   });
 }
 

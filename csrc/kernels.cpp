@@ -9,6 +9,7 @@
 namespace headrace::HEADRACE_ISA {
 
 extern const Kernels kernels;
-const Kernels kernels = {rms_norm, prepare, product, embedding, rotary, store_kv, attention, merge_attention, gated};
+const Kernels kernels = {rms_norm,  prepare,         product, embedding, rotary,   store_kv,
+                         attention, merge_attention, gated,   add,       softcap, to_float};
 
 }  // namespace headrace::HEADRACE_ISA

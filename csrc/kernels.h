@@ -9,20 +9,18 @@ namespace headrace {
 
 enum class DType : int32_t { f32 = 0, bf16 = 1, f16 = 2, i8 = 3 };
 
-// y[r, i] = x[r, i] * (1 / sqrt(mean_i(x[r, i]^2) + eps)) * weight[i], in float32, rounded once to y's dtype.
+// y[t, h, i] = x[t, h, i] * (1 / sqrt(mean_i(x[t, h, i]^2) + eps)) * weight[i], in float32, rounded once to y's dtype.
 //
-// x: `rows` rows of `hidden` contiguous values, `x_stride` values apart. y: the same dtype, rows without gaps.
-// The sum of squares has one order for every instruction set (sixteen partial sums over i mod 16, then a tree), so a
-// row's bits depend on nothing but the row.
+// x: [tokens, heads, hidden], the values of a head contiguous; heads is 1 for a norm over whole tokens. y: the same
+// dtype, without gaps. The sum of squares has one order for every instruction set (sixteen partial sums over i mod 16,
+// then a tree), so a row's bits depend on nothing but the row.
 struct RmsNorm {
   const void* x;
   const float* weight;
   void* y;
-  int64_t rows;
-  int64_t hidden;
-  int64_t x_stride;
-  float eps;
   DType dtype;
+  int64_t heads, hidden, token_stride, head_stride;
+  float eps;
 };
 
 // Inputs per block: those that share an activation scale, and that are added as whole numbers.
@@ -89,11 +87,14 @@ struct Product {
   int64_t y_stride;
 };
 
-// y[t] = row ids[t] of the weights. y: float32 [tokens, inputs], without gaps.
+// y[t] = scale * row ids[t] of the weights, rounded to y's dtype before the multiplication and after it. y: [tokens,
+// inputs], without gaps.
 struct Embedding {
   Weights weights;
   const int64_t* ids;
-  float* y;
+  void* y;
+  DType dtype;
+  float scale;
 };
 
 // Turns each pair (x[i], x[i + half]) of a head by its token's angle; entries past 2 * half are copied.
@@ -174,9 +175,31 @@ struct Gated {
   bool gelu;
 };
 
-// Each function does a range of rows, panels or tokens, so that several threads can share the work.
+// sum[i] = x[i] + y[i], rounded once.
+struct Add {
+  const void* x;
+  const void* y;
+  void* sum;
+  DType dtype;
+};
+
+// y[i] = cap * tanh(x[i] / cap)
+struct Softcap {
+  const float* x;
+  float* y;
+  float cap;
+};
+
+// y[i] = x[i]
+struct ToFloat {
+  const void* x;
+  DType dtype;
+  float* y;
+};
+
+// Each function does a range of rows, panels, tokens or values, so that several threads can share the work.
 struct Kernels {
-  void (*rms_norm)(const RmsNorm&);
+  void (*rms_norm)(const RmsNorm&, int64_t first_row, int64_t last_row);  // rows: heads of all tokens
   void (*prepare)(const Prepare&, int64_t first_row, int64_t last_row);
   void (*product)(const Product&, int64_t first_panel, int64_t last_panel, int64_t first_row, int64_t last_row);
   void (*embedding)(const Embedding&, int64_t first_token, int64_t last_token);
@@ -185,6 +208,9 @@ struct Kernels {
   void (*attention)(const Attention&, const AttentionTask&);
   void (*merge_attention)(const Attention&, const AttentionTask&);
   void (*gated)(const Gated&, int64_t first_token, int64_t last_token);
+  void (*add)(const Add&, int64_t first, int64_t last);
+  void (*softcap)(const Softcap&, int64_t first, int64_t last);
+  void (*to_float)(const ToFloat&, int64_t first, int64_t last);
 };
 
 }  // namespace headrace

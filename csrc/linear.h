@@ -4,9 +4,8 @@
 // rows. A tile is a few rows times one panel of sixteen outputs; it reads each line of weights once for all its rows.
 #pragma once
 
-#include "codes.h"
 #include "dot.h"
-#include "kernels.h"
+#include "elementwise.h"
 
 namespace headrace::HEADRACE_ISA {
 namespace {
@@ -165,50 +164,54 @@ struct ByteCodes {
   }
 };
 
-// A block, or half of one, with its scale, onto the sums. kShifted: whether there is an offset or a minimum.
-template <typename Codes, int kHalf, bool kShifted, int kRows, typename S>
-__attribute__((always_inline)) inline void add_block(const Product& args, const uint8_t* codes, const S* scales, const S* minimums, int64_t row,
-                      int64_t block, int64_t blocks, F32x16 (&y)[kRows]) {
+// Sixteen scales or minimums.
+inline F32x16 load_numbers(const void* p, DType dtype, int64_t i) {
+  return dtype == DType::f16 ? load(static_cast<const F16*>(p) + i) : load(static_cast<const float*>(p) + i);
+}
+
+// A block, or half of one, with its scales at `at`, onto the sums. What does not change from block to block is asked for
+// in every block: the branches are always foreseen, and one kernel serves all.
+template <typename Codes, int kHalf, int kRows>
+__attribute__((always_inline)) inline void add_block(const Product& args, const uint8_t* codes, int64_t at, int64_t row,
+                                                     int64_t block, int64_t blocks, F32x16 (&y)[kRows]) {
+  const Weights& w = args.weights;
   const int64_t first = row * blocks + block;
   typename Codes::Dot dots[kRows];
   Codes::template add<kHalf, kRows>(codes, args.inputs.codes + first * kBlock, blocks * kBlock, dots);
-  const F32x16 scale = load(scales);
-  F32x16 shift = splat(0.0f);
-  if (kShifted) shift = scale * splat(static_cast<float>(-args.weights.offset));
-  if (kShifted && args.weights.minimums) shift = shift + load(minimums);
+  const F32x16 scale = load_numbers(w.scales, w.dtype, at);
   unrolled<kRows>([&](auto r) {
-    const int64_t b = first + r * blocks;
-    y[r] = fma(to_float(dots[r].total()), scale * splat(args.inputs.scales[b]), y[r]);
-    if (kShifted) {
-      const float* sums = args.inputs.sums + 2 * b;
-      y[r] = fma(shift, splat(kHalf < 0 ? sums[0] + sums[1] : sums[kHalf]), y[r]);
-    }
+    y[r] = fma(to_float(dots[r].total()), scale * splat(args.inputs.scales[first + r * blocks]), y[r]);
+  });
+  if (!w.offset && !w.minimums) return;
+  F32x16 shift = scale * splat(static_cast<float>(-w.offset));
+  if (w.minimums) shift = shift + load_numbers(w.minimums, w.dtype, at);
+  unrolled<kRows>([&](auto r) {
+    const float* sums = args.inputs.sums + 2 * (first + r * blocks);
+    y[r] = fma(shift, splat(kHalf < 0 ? sums[0] + sums[1] : sums[kHalf]), y[r]);
   });
 }
 
-template <typename Codes, typename S, bool kShifted, int kRows>
+template <typename Codes, int kRows>
 void integer_tile(const Product& args, int64_t panel, int64_t row) {
   const Weights& w = args.weights;
   const int64_t blocks = blocks_of(w.inputs), groups = (w.inputs + w.group - 1) / w.group;
   const uint8_t* codes = static_cast<const uint8_t*>(w.values) + panel * blocks * Codes::kBytes;
-  const S* scales = static_cast<const S*>(w.scales) + panel * groups * kLanes;
-  const S* minimums = static_cast<const S*>(w.minimums) + (w.minimums ? panel * groups * kLanes : 0);
+  int64_t at = panel * groups * kLanes;
   F32x16 y[kRows];
   unrolled<kRows>([&](auto r) { y[r] = splat(0.0f); });
   if (w.group >= kBlock) {
     const int64_t per_group = w.group / kBlock;
-    for (int64_t first = 0; first < blocks; first += per_group, scales += kLanes, minimums += kLanes) {
+    for (int64_t first = 0; first < blocks; first += per_group, at += kLanes) {
       const int64_t last = first + per_group < blocks ? first + per_group : blocks;
       for (int64_t b = first; b < last; ++b, codes += Codes::kBytes)
-        add_block<Codes, -1, kShifted>(args, codes, scales, minimums, row, b, blocks, y);
+        add_block<Codes, -1>(args, codes, at, row, b, blocks, y);
     }
   } else {
     for (int64_t b = 0; b < blocks; ++b, codes += Codes::kBytes) {
-      add_block<Codes, 0, kShifted>(args, codes, scales, minimums, row, b, blocks, y);
+      add_block<Codes, 0>(args, codes, at, row, b, blocks, y);
       if (2 * b + 1 == groups) break;
-      scales += kLanes, minimums += kLanes;
-      add_block<Codes, 1, kShifted>(args, codes, scales, minimums, row, b, blocks, y);
-      scales += kLanes, minimums += kLanes;
+      add_block<Codes, 1>(args, codes, at + kLanes, row, b, blocks, y);
+      at += 2 * kLanes;
     }
   }
   unrolled<kRows>([&](auto r) { finish(args, y[r], row + r, panel); });
@@ -225,12 +228,12 @@ struct FloatTiles {
   }
 };
 
-template <typename Codes, typename S, bool kShifted>
+template <typename Codes>
 struct IntegerTiles {
   static constexpr int kMost = 4;
   template <int kRows>
   static void rows(const Product& args, int64_t panel, int64_t last_panel, int64_t row) {
-    for (; panel < last_panel; ++panel) integer_tile<Codes, S, kShifted, kRows>(args, panel, row);
+    for (; panel < last_panel; ++panel) integer_tile<Codes, kRows>(args, panel, row);
   }
 };
 
@@ -251,23 +254,13 @@ void all_tiles(const Product& args, int64_t first_panel, int64_t last_panel, int
   last_rows<Tiles, Tiles::kMost - 1>(args, first_panel, last_panel, whole, last_row - whole);
 }
 
-template <typename Codes, typename S>
-void integer_product(const Product& args, int64_t first_panel, int64_t last_panel, int64_t first_row,
-                     int64_t last_row) {
-  const bool shifted = args.weights.offset || args.weights.minimums;
-  const auto tiles = shifted ? all_tiles<IntegerTiles<Codes, S, true>> : all_tiles<IntegerTiles<Codes, S, false>>;
-  tiles(args, first_panel, last_panel, first_row, last_row);
-}
-
 void product(const Product& args, int64_t first_panel, int64_t last_panel, int64_t first_row, int64_t last_row) {
-  const bool half = args.weights.dtype == DType::f16;
-  const auto function = args.weights.coding == Coding::nibbles
-                            ? half ? integer_product<NibbleCodes, F16> : integer_product<NibbleCodes, float>
-                        : args.weights.coding == Coding::bytes
-                            ? half ? integer_product<ByteCodes, F16> : integer_product<ByteCodes, float>
-                        : half                              ? all_tiles<FloatTiles<F16>>
-                        : args.weights.dtype == DType::bf16 ? all_tiles<FloatTiles<Bf16>>
-                                                            : all_tiles<FloatTiles<float>>;
+  const DType dtype = args.weights.dtype;
+  const auto function = args.weights.coding == Coding::nibbles ? all_tiles<IntegerTiles<NibbleCodes>>
+                        : args.weights.coding == Coding::bytes ? all_tiles<IntegerTiles<ByteCodes>>
+                        : dtype == DType::f16                  ? all_tiles<FloatTiles<F16>>
+                        : dtype == DType::bf16                 ? all_tiles<FloatTiles<Bf16>>
+                                                               : all_tiles<FloatTiles<float>>;
   function(args, first_panel, last_panel, first_row, last_row);
 }
 
@@ -288,31 +281,40 @@ inline float number(const void* values, DType dtype, int64_t i) {
   return number<int8_t>(values, i);
 }
 
+// Column k of one output, in the order of the columns as they are packed.
+inline float packed_value(const Weights& w, int64_t panel, int64_t lane, int64_t k) {
+  if (w.coding == Coding::floats) return number(w.values, w.dtype, (panel * w.inputs + k) * kLanes + lane);
+  const int64_t blocks = blocks_of(w.inputs), groups = (w.inputs + w.group - 1) / w.group;
+  const int64_t block = panel * blocks + k / kBlock, place = k % kBlock;
+  const uint8_t* codes = static_cast<const uint8_t*>(w.values);
+  int32_t code;
+  if (w.coding == Coding::nibbles) {
+    const uint8_t pair = codes[block * NibbleCodes::kBytes + place % 16 / 4 * 64 + lane * 4 + place % 4];
+    code = place < 16 ? pair & 15 : pair >> 4;
+  } else {
+    code = static_cast<int8_t>(codes[block * ByteCodes::kBytes + place / 4 * 64 + lane * 4 + place % 4]);
+  }
+  const int64_t group = (panel * groups + k / w.group) * kLanes + lane;
+  const float value = number(w.scales, w.dtype, group) * static_cast<float>(code - w.offset);
+  return w.minimums ? value + number(w.minimums, w.dtype, group) : value;
+}
+
 void embedding(const Embedding& args, int64_t first_token, int64_t last_token) {
   const Weights& w = args.weights;
-  const int64_t blocks = blocks_of(w.inputs), groups = (w.inputs + w.group - 1) / w.group;
-  for (int64_t t = first_token; t < last_token; ++t) {
-    const int64_t panel = args.ids[t] / kLanes, lane = args.ids[t] % kLanes;
-    for (int64_t k = 0; k < w.inputs; ++k) {
-      float* y = args.y + t * w.inputs + (w.order ? w.order[k] : k);
-      if (w.coding == Coding::floats) {
-        *y = number(w.values, w.dtype, (panel * w.inputs + k) * kLanes + lane);
-        continue;
-      }
-      const int64_t block = panel * blocks + k / kBlock, place = k % kBlock;
-      const uint8_t* codes = static_cast<const uint8_t*>(w.values);
-      int32_t code;
-      if (w.coding == Coding::nibbles) {
-        const uint8_t pair = codes[block * NibbleCodes::kBytes + place % 16 / 4 * 64 + lane * 4 + place % 4];
-        code = place < 16 ? pair & 15 : pair >> 4;
-      } else {
-        code = static_cast<int8_t>(codes[block * ByteCodes::kBytes + place / 4 * 64 + lane * 4 + place % 4]);
-      }
-      const int64_t group = (panel * groups + k / w.group) * kLanes + lane;
-      *y = number(w.scales, w.dtype, group) * static_cast<float>(code - w.offset);
-      if (w.minimums) *y += number(w.minimums, w.dtype, group);
+  with_type(args.dtype, [&](auto type) {
+    using T = decltype(type);
+    for (int64_t t = first_token; t < last_token; ++t) {
+      T* y = static_cast<T*>(args.y) + t * w.inputs;
+      by_lanes(w.inputs, [&](int64_t k, int64_t n) {
+        float values[kLanes] = {};
+        for (int64_t i = 0; i < n; ++i) values[i] = packed_value(w, args.ids[t] / kLanes, args.ids[t] % kLanes, k + i);
+        T rounded[kLanes];
+        store(rounded, load(values));
+        if (args.scale != 1.0f) store(rounded, load(rounded) * splat(args.scale));
+        for (int64_t i = 0; i < n; ++i) y[w.order ? w.order[k + i] : k + i] = rounded[i];
+      });
     }
-  }
+  });
 }
 
 }  // namespace

@@ -23,11 +23,12 @@ float sum_of_squares(const T* x, int64_t n) {
 }
 
 template <typename T>
-void rms_norm_rows(const RmsNorm& args) {
+void rms_norm_rows(const RmsNorm& args, int64_t first_row, int64_t last_row) {
   const int64_t n = args.hidden;
   const float* weight = args.weight;
-  for (int64_t row = 0; row < args.rows; ++row) {
-    const T* x = static_cast<const T*>(args.x) + row * args.x_stride;
+  for (int64_t row = first_row; row < last_row; ++row) {
+    const T* x = static_cast<const T*>(args.x) + row / args.heads * args.token_stride +
+                 row % args.heads * args.head_stride;
     T* y = static_cast<T*>(args.y) + row * n;
     const float mean = sum_of_squares(x, n) / static_cast<float>(n);
     const F32x16 scale = splat(1.0f / sqrtf(mean + args.eps));
@@ -37,11 +38,11 @@ void rms_norm_rows(const RmsNorm& args) {
   }
 }
 
-void rms_norm(const RmsNorm& args) {
+void rms_norm(const RmsNorm& args, int64_t first_row, int64_t last_row) {
   switch (args.dtype) {
-    case DType::f32: return rms_norm_rows<float>(args);
-    case DType::bf16: return rms_norm_rows<Bf16>(args);
-    case DType::f16: return rms_norm_rows<F16>(args);
+    case DType::f32: return rms_norm_rows<float>(args, first_row, last_row);
+    case DType::bf16: return rms_norm_rows<Bf16>(args, first_row, last_row);
+    case DType::f16: return rms_norm_rows<F16>(args, first_row, last_row);
     case DType::i8: return;
   }
 }

@@ -1,6 +1,9 @@
 #include "run.h"
 
 #include <algorithm>
+#include <cstring>
+#include <stdexcept>
+#include <string>
 
 #include "isa.h"
 #include "threads.h"
@@ -78,14 +81,9 @@ void product(const Product& args, int64_t rows) {
 
 }  // namespace
 
-void rms_norm(const RmsNorm& args) {
-  by_ranges(args.rows, args.hidden, [&](int64_t first, int64_t last) {
-    RmsNorm part = args;
-    part.x = static_cast<const char*>(args.x) + first * args.x_stride * bytes_of(args.dtype);
-    part.y = static_cast<char*>(args.y) + first * args.hidden * bytes_of(args.dtype);
-    part.rows = last - first;
-    kernels().rms_norm(part);
-  });
+void rms_norm(const RmsNorm& args, int64_t tokens) {
+  by_ranges(tokens * args.heads, args.hidden,
+            [&](int64_t first, int64_t last) { kernels().rms_norm(args, first, last); });
 }
 
 void linear(const std::vector<Weights>& parts, const void* x, int64_t rows, int64_t x_stride, const void* bias, void* y,
@@ -110,6 +108,9 @@ void linear(const std::vector<Weights>& parts, const void* x, int64_t rows, int6
 }
 
 void embedding(const Embedding& args, int64_t tokens) {
+  for (int64_t t = 0; t < tokens; ++t)
+    if (args.ids[t] < 0 || args.ids[t] >= args.weights.outputs)
+      throw std::out_of_range("token ids must be from 0 to " + std::to_string(args.weights.outputs - 1));
   by_ranges(tokens, args.weights.inputs * 4,
             [&](int64_t first, int64_t last) { kernels().embedding(args, first, last); });
 }
@@ -125,6 +126,25 @@ void store_kv(const StoreKV& args, int64_t tokens) {
 
 void gated(const Gated& args, int64_t tokens) {
   by_ranges(tokens, args.n * 4, [&](int64_t first, int64_t last) { kernels().gated(args, first, last); });
+}
+
+void add(const Add& args, int64_t count) {
+  by_ranges(count, 1, [&](int64_t first, int64_t last) { kernels().add(args, first, last); });
+}
+
+void softcap(const Softcap& args, int64_t count) {
+  by_ranges(count, 4, [&](int64_t first, int64_t last) { kernels().softcap(args, first, last); });
+}
+
+void to_float(const ToFloat& args, int64_t count) {
+  by_ranges(count, 1, [&](int64_t first, int64_t last) { kernels().to_float(args, first, last); });
+}
+
+void take(const void* x, const int64_t* rows, void* y, int64_t bytes, int64_t tokens, int64_t count) {
+  for (int64_t r = 0; r < count; ++r) {
+    if (rows[r] < 0 || rows[r] >= tokens) throw std::out_of_range("there is no row " + std::to_string(rows[r]));
+    std::memcpy(static_cast<char*>(y) + r * bytes, static_cast<const char*>(x) + rows[r] * bytes, bytes);
+  }
 }
 
 void attention(const Attention& args, int64_t sequences, const int64_t* query_lens, const int64_t* context_lens) {

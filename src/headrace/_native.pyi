@@ -12,13 +12,6 @@ def isa() -> str:
 def select_isa(name: str) -> None:
     """Uses another instruction set from now on, for tests and measurements. Raises ValueError as `isa` does."""
 
-def rms_norm(x: int, weight: int, y: int, rows: int, hidden: int, x_stride: int, eps: float, dtype: int) -> None:
-    """See `headrace.ops.reference.Ops.rms_norm`.
-
-    x: address of `rows` rows of `hidden` contiguous values, `x_stride` values apart; y: the same without gaps;
-    weight: address of `hidden` float32 values; dtype: of x and y, 0 float32, 1 bfloat16, 2 float16.
-    """
-
 def set_threads(count: int) -> None:
     """How many threads share the work of an op from now on, in the whole process; at least 1."""
 
@@ -66,11 +59,44 @@ class Cache:
         blocks: int,
     ) -> None: ...
 
-def linear(matrix: Matrix, x: int, rows: int, x_stride: int, bias: int, y: int, dtype: int) -> None:
-    """See `Ops.linear`. bias: address of values of x's dtype, or 0; y: without gaps."""
+class Op:
+    """An op whose arguments are settled, addresses among them, but for how much there is of it.
 
-def embedding(matrix: Matrix, ids: int, y: int, tokens: int) -> None:
-    """Rows of a matrix of one piece, as float32. ids: address of int64, which must be rows of the matrix."""
+    The functions below make one each; `Ops` has a method of the same name that says what it means.
+    dtype: of activations, 0 float32, 1 bfloat16, 2 float16. Results are without gaps. Strides count values.
+    chosen: whether x has a row for each chosen token, and not for each of the step.
+    """
+
+    def run(self, tokens: int, chosen: int = 0, sequences: int = 0) -> None:
+        """Raises IndexError for token ids, or rows to take, that are not there."""
+
+class Program:
+    """Ops to be run one after the other."""
+
+    def __init__(self) -> None: ...
+    def add(self, op: Op) -> None: ...
+    def run(self, tokens: int, chosen: int, sequences: int) -> None:
+        """Raises IndexError as the ops do."""
+
+def embedding(matrix: Matrix, ids: int, y: int, dtype: int, scale: float) -> Op:
+    """Rows of a matrix of one piece. ids: address of int64; scale: is a number of the dtype."""
+
+def rms_norm(
+    x: int,
+    weight: int,
+    y: int,
+    dtype: int,
+    heads: int,
+    hidden: int,
+    token_stride: int,
+    head_stride: int,
+    eps: float,
+    chosen: bool = False,
+) -> Op:
+    """x: [tokens, heads, hidden], a head's values contiguous; weight: address of `hidden` float32 values."""
+
+def linear(matrix: Matrix, x: int, x_stride: int, bias: int, y: int, dtype: int, chosen: bool = False) -> Op:
+    """bias: address of values of x's dtype, or 0."""
 
 def rotary(
     x: int,
@@ -78,14 +104,13 @@ def rotary(
     cosines: int,
     sines: int,
     dtype: int,
-    tokens: int,
     heads: int,
     dim: int,
     half: int,
     token_stride: int,
     head_stride: int,
-) -> None:
-    """See `Ops.rotary`. A head's values are contiguous; y is without gaps."""
+) -> Op:
+    """A head's values are contiguous."""
 
 def store_kv(
     cache: Cache,
@@ -97,9 +122,8 @@ def store_kv(
     key_head_stride: int,
     value_head_stride: int,
     slots: int,
-    tokens: int,
-) -> None:
-    """See `Ops.store_kv`. A head's values are contiguous; slots: address of int64."""
+) -> Op:
+    """A head's values are contiguous; slots: address of int64."""
 
 def attention(
     cache: Cache,
@@ -114,11 +138,22 @@ def attention(
     softcap: float,
     window: int,
     sinks: int,
-    sequences: int,
     query_lens: int,
     context_lens: int,
-) -> None:
-    """See `Ops.attention`. softcap and window are 0 for none; lens: addresses of int64, one for each sequence."""
+) -> Op:
+    """softcap and window are 0 for none; lens: addresses of int64, one for each sequence."""
 
-def gated(x: int, y: int, dtype: int, tokens: int, n: int, gelu: bool) -> None:
-    """See `Ops.gated`. x and y are without gaps; gelu: the tanh form of GELU instead of SiLU."""
+def gated(x: int, y: int, dtype: int, n: int, gelu: bool) -> Op:
+    """x is without gaps; gelu: the tanh form of GELU instead of SiLU."""
+
+def add(x: int, y: int, sum: int, dtype: int, n: int) -> Op:
+    """x and y are without gaps, n values for each token."""
+
+def take(x: int, rows: int, y: int, bytes: int) -> Op:
+    """x is without gaps, so many bytes for each token; rows: address of int64."""
+
+def to_float(x: int, dtype: int, y: int, n: int, chosen: bool = False) -> Op:
+    """x is without gaps, n values for each token."""
+
+def softcap(x: int, y: int, n: int, cap: float, chosen: bool = False) -> Op:
+    """x is float32 without gaps, n values for each token."""

@@ -149,7 +149,7 @@ def test_writes_its_rows_and_nothing_else(ops: CpuOps, dtype: torch.dtype) -> No
         room = torch.full((3 * hidden + 32,), 7.0, dtype=dtype)
         y = room[16:-16]
         code = DTYPES.index(dtype)
-        _native.rms_norm(x.data_ptr(), weight.data_ptr(), y.data_ptr(), 3, hidden, hidden, EPS, code)
+        _native.rms_norm(x.data_ptr(), weight.data_ptr(), y.data_ptr(), code, 1, hidden, hidden, 0, EPS).run(3)
         assert (room[:16] == 7).all()
         assert (room[-16:] == 7).all()
         assert same_bits(y.view(3, hidden), ops.rms_norm(x, weight, EPS))
@@ -161,18 +161,18 @@ def test_refuses_what_it_cannot_read() -> None:
         with pytest.raises(ValueError, match="rms_norm takes float32, bfloat16 or float16"):
             ops.rms_norm(bad_x, bad_weight, EPS)
     with pytest.raises(ValueError, match="dtype must be 0"):
-        _native.rms_norm(0, 0, 0, 0, 1, 1, EPS, 4)
+        _native.rms_norm(0, 0, 0, 4, 1, 1, 1, 0, EPS)
 
 
 def test_other_threads_run_meanwhile() -> None:
     x, weight = torch.randn(4000, 2048), torch.ones(2048)
     y = torch.empty_like(x)
-    arguments = (x.data_ptr(), weight.data_ptr(), y.data_ptr(), 4000, 2048, 2048, EPS, 0)
+    op = _native.rms_norm(x.data_ptr(), weight.data_ptr(), y.data_ptr(), 0, 1, 2048, 2048, 0, EPS)
     running, counted = threading.Event(), 0
 
     def work() -> None:
         running.set()
-        _native.rms_norm(*arguments)
+        op.run(4000)
         running.clear()
 
     interval = sys.getswitchinterval()

@@ -1,6 +1,5 @@
 """Multi-head attention over the paged cache."""
 
-import torch
 from torch import Tensor
 
 from headrace.layers.linear import Linear
@@ -43,11 +42,10 @@ class Attention:
     def mix(self, x: Tensor, angles: tuple[Tensor, Tensor], batch: RaggedBatch, cache: KVCache) -> Tensor:
         """What the output projection is given: `[T, heads * head_dim]`."""
         heads = self.qkv(x).view(len(x), -1, self.head_dim)
-        query_key, value = heads.split([self.heads + self.kv_heads, self.kv_heads], 1)
+        query, key, value = heads.split([self.heads, self.kv_heads, self.kv_heads], 1)
         if self.q_norm is not None and self.k_norm is not None:
-            query, key = query_key.split([self.heads, self.kv_heads], 1)
-            query_key = torch.cat([self.q_norm(query), self.k_norm(key)], 1)
-        query, key = self.ops.rotary(query_key, *angles).split([self.heads, self.kv_heads], 1)
+            query, key = self.q_norm(query), self.k_norm(key)
+        query, key = self.ops.rotary(query, *angles), self.ops.rotary(key, *angles)
         self.ops.store_kv(key, value, cache, batch.slots)
         mixed = self.ops.attention(query, cache, batch, scale=self.scale, window=self.window, softcap=self.softcap)
         return mixed.flatten(1)

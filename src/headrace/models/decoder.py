@@ -60,7 +60,7 @@ class Decoder:
             mixed = layer.attention(layer.attention_norm(x), angles[layer.rope], batch, cache)
             x = ops.add(x, _maybe(layer.after_attention, mixed))
             x = ops.add(x, _maybe(layer.after_mlp, layer.mlp(layer.mlp_norm(x))))
-        logits = self.head(self.norm(ops.take(x, rows))).float()
+        logits = ops.to_float(self.head(self.norm(ops.take(x, rows))))
         cap = self.config.final_softcap
         return logits if cap is None else ops.softcap(logits, cap)
 

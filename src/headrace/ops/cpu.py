@@ -1,8 +1,9 @@
 """The CPU backend: the network's ops in the native kernels (csrc/); what is left is the reference's."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from torch import Tensor
 from headrace.errors import ConfigError, HeadraceError
 from headrace.formats.checkpoint import Weight
 from headrace.ops.packing import LANES, Packed, is_packable, pack
-from headrace.ops.reference import KVCache, Matrix, Ops, RaggedBatch
+from headrace.ops.reference import Forward, KVCache, Matrix, Ops, RaggedBatch
 
 try:
     from headrace import _native
@@ -19,6 +20,8 @@ except ImportError as error:
         f"the native kernels cannot be loaded ({error}): install Headrace again with `pip install .`, "
         "or run with backend='reference'"
     ) from error
+else:
+    from headrace.ops.replay import CHOSEN, MAX_TOKENS, Recording, Replay
 
 # How the kernels number the dtypes (csrc/kernels.h).
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
@@ -59,6 +62,8 @@ class CpuOps(Ops):
             raise ConfigError(str(error)) from error
         self.codes = activation_precision == "auto"
         _native.set_threads(threads or torch.get_num_threads())
+        self._recording: Recording | None = None
+        self._angles: list[tuple[Tensor, float, Tensor, Tensor]] = []
 
     # Weights and memory
 
@@ -98,64 +103,74 @@ class CpuOps(Ops):
 
     def embedding(self, ids: Tensor, table: Matrix, scale: float = 1.0) -> Tensor:
         assert isinstance(table, NativeMatrix)
-        ids = ids.contiguous()
-        if len(ids) and (ids.min() < 0 or ids.max() >= table.shape[0]):
-            raise IndexError(f"token ids must be from 0 to {table.shape[0] - 1}")
-        rows = torch.empty(len(ids), table.shape[1])
-        _native.embedding(table.handle, ids.data_ptr(), rows.data_ptr(), len(ids))
-        rows = rows.to(table.dtype)
-        return rows if scale == 1.0 else rows * torch.tensor(scale, dtype=rows.dtype)
+        rows = self._empty((len(ids), table.shape[1]), table.dtype)
+        # The factor is rounded to the model's dtype first, as Gemma was trained.
+        factor = torch.tensor(scale, dtype=table.dtype).item()
+        self._do(_native.embedding, table.handle, ids.contiguous(), rows, DTYPES[table.dtype], factor, size=len(ids))
+        return rows
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-        count, hidden = rows.shape
-        row_stride, stride = rows.stride()
-        if stride != 1:
-            rows = rows.contiguous()
-            row_stride = hidden
+        hidden = x.shape[-1]
         weight = weight.contiguous()
         if x.dtype not in ACTIVATIONS or weight.dtype != torch.float32 or weight.numel() != hidden:
             raise ValueError(
                 f"rms_norm takes float32, bfloat16 or float16 and a float32 weight of size {hidden}, "
                 f"not {x.dtype} and {weight.dtype} of size {weight.numel()}"
             )
-        y = torch.empty_like(x, memory_format=torch.contiguous_format)
-        _native.rms_norm(
-            rows.data_ptr(), weight.data_ptr(), y.data_ptr(), count, hidden, row_stride, eps, _number(x.dtype)
-        )
+        rows = x
+        if rows.dim() not in (2, 3):
+            rows = rows.reshape(-1, hidden)
+        if rows.stride(-1) != 1:
+            rows = rows.contiguous()
+        tokens, heads, head_stride = (len(rows), 1, 0) if rows.dim() == 2 else (*rows.shape[:2], rows.stride(1))
+        y = self._empty(x.shape, x.dtype)
+        self._do(
+            _native.rms_norm, rows, weight, y, _number(x.dtype), heads, hidden, rows.stride(0), head_stride, eps,
+            self._is_chosen(rows), size=tokens,
+        )  # fmt: skip
         return y
 
     def linear(self, x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
         if not isinstance(weight, NativeMatrix):
+            if self._recording is not None:
+                raise NotRecordableError
             return super().linear(x, weight, bias)
         outputs, inputs = weight.shape
         if x.shape[1] != inputs or (bias is not None and (bias.dtype != x.dtype or len(bias) != outputs)):
             raise ValueError(f"linear of {list(x.shape)} {x.dtype} by {[outputs, inputs]} and its bias does not fit")
         if x.stride(1) != 1:
             x = x.contiguous()
-        y = torch.empty(len(x), outputs, dtype=x.dtype)
-        bias_at = 0 if bias is None else bias.contiguous().data_ptr()
-        _native.linear(weight.handle, x.data_ptr(), len(x), x.stride(0), bias_at, y.data_ptr(), _number(x.dtype))
+        y = self._empty((len(x), outputs), x.dtype)
+        self._do(
+            _native.linear, weight.handle, x, x.stride(0), None if bias is None else bias.contiguous(), y,
+            _number(x.dtype), self._is_chosen(x), size=len(x),
+        )  # fmt: skip
         return y
+
+    def rotary_angles(self, positions: Tensor, inv_freq: Tensor, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+        """As the reference computes them; a recorded step gets them as one of its inputs."""
+        if self._recording is None:
+            return super().rotary_angles(positions, inv_freq, scale)
+        cosines, sines = (torch.zeros(MAX_TOKENS, len(inv_freq)) for _ in range(2))
+        self._angles.append((inv_freq, scale, cosines, sines))
+        return cosines[: len(positions)], sines[: len(positions)]
 
     def rotary(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         tokens, heads, dim = x.shape
         if x.stride(2) != 1:
             x = x.contiguous()
-        y = torch.empty(x.shape, dtype=x.dtype)
-        cos, sin = cos.contiguous(), sin.contiguous()
-        half = cos.shape[1]
-        _native.rotary(
-            x.data_ptr(), y.data_ptr(), cos.data_ptr(), sin.data_ptr(), _number(x.dtype),
-            tokens, heads, dim, half, x.stride(0), x.stride(1),
+        y = self._empty(x.shape, x.dtype)
+        self._do(
+            _native.rotary, x, y, cos.contiguous(), sin.contiguous(), _number(x.dtype), heads, dim, cos.shape[1],
+            x.stride(0), x.stride(1), size=tokens,
         )  # fmt: skip
         return y
 
     def store_kv(self, key: Tensor, value: Tensor, cache: KVCache, slots: Tensor) -> None:
         key, value = (t if t.stride(2) == 1 else t.contiguous() for t in (key, value))
-        _native.store_kv(
-            _cache_handle(cache), key.data_ptr(), value.data_ptr(), _number(key.dtype),
-            key.stride(0), value.stride(0), key.stride(1), value.stride(1), slots.contiguous().data_ptr(), len(key),
+        self._do(
+            _native.store_kv, _cache_handle(cache), key, value, _number(key.dtype),
+            key.stride(0), value.stride(0), key.stride(1), value.stride(1), slots.contiguous(), size=len(key),
         )  # fmt: skip
 
     def attention(
@@ -175,26 +190,90 @@ class CpuOps(Ops):
         lens = batch.notes.get("lens")
         if lens is None:
             lens = batch.notes["lens"] = torch.tensor([batch.query_lens, batch.context_lens])
-        out = torch.empty(query.shape, dtype=query.dtype)
+        out = self._empty(query.shape, query.dtype)
         tables = batch.block_tables
-        if sinks is not None:
-            sinks = sinks.float().contiguous()
-        _native.attention(
-            _cache_handle(cache), query.data_ptr(), out.data_ptr(), _number(query.dtype), heads, query.stride(0),
-            tables.data_ptr(), tables.stride(0), scale, softcap or 0.0, window or 0,
-            0 if sinks is None else sinks.data_ptr(),
-            len(batch.query_lens), lens[0].data_ptr(), lens[1].data_ptr(),
+        self._do(
+            _native.attention, _cache_handle(cache), query, out, _number(query.dtype), heads, query.stride(0),
+            tables, tables.stride(0), scale, softcap or 0.0, window or 0,
+            None if sinks is None else sinks.float().contiguous(), lens[0], lens[1],
+            size=len(query), sequences=len(batch.query_lens),
         )  # fmt: skip
         return out
 
     def gated(self, x: Tensor, activation: str) -> Tensor:
         if activation not in ("silu", "gelu_tanh"):
             raise ValueError(f"unknown activation {activation!r}")
-        x = x.contiguous()
-        tokens, n = len(x), x.shape[1] // 2
-        y = torch.empty(tokens, n, dtype=x.dtype)
-        _native.gated(x.data_ptr(), y.data_ptr(), _number(x.dtype), tokens, n, activation == "gelu_tanh")
+        n = x.shape[1] // 2
+        y = self._empty((len(x), n), x.dtype)
+        self._do(_native.gated, x.contiguous(), y, _number(x.dtype), n, activation == "gelu_tanh", size=len(x))
         return y
+
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        total = self._empty(x.shape, x.dtype)
+        self._do(_native.add, x.contiguous(), y.contiguous(), total, _number(x.dtype), x[:1].numel(), size=len(x))
+        return total
+
+    def take(self, x: Tensor, rows: Tensor) -> Tensor:
+        x = x.contiguous()
+        y = self._empty((len(rows), x.shape[1]), x.dtype)
+        self._do(_native.take, x, rows.contiguous(), y, x.shape[1] * x.itemsize, size=len(x), chosen=len(rows))
+        return y
+
+    def to_float(self, x: Tensor) -> Tensor:
+        if x.dtype == torch.float32:
+            return x
+        y = self._empty(x.shape, torch.float32)
+        self._do(_native.to_float, x.contiguous(), _number(x.dtype), y, x[:1].numel(), self._is_chosen(x), size=len(x))
+        return y
+
+    def softcap(self, x: Tensor, cap: float) -> Tensor:
+        if x.dtype != torch.float32:
+            raise ValueError(f"softcap takes float32, not {x.dtype}")
+        y = self._empty(x.shape, torch.float32)
+        self._do(_native.softcap, x.contiguous(), y, x[:1].numel(), cap, self._is_chosen(x), size=len(x))
+        return y
+
+    # One op, or all of a step
+
+    def replayed(self, forward: Forward, caches: list[KVCache], groups: Sequence[int], max_blocks: int) -> Forward:
+        """`forward` by one native call (`headrace.ops.replay`), but for weights whose products are the reference's."""
+
+        def record(*arguments: Any) -> tuple[Recording, Tensor, list[tuple[Tensor, float, Tensor, Tensor]]]:
+            self._recording, self._angles = Recording(), []
+            try:
+                return self._recording, forward(*arguments), self._angles
+            finally:
+                self._recording = None
+
+        try:
+            return Replay(forward, record, super().rotary_angles, caches, groups, max_blocks)
+        except NotRecordableError:
+            return forward
+
+    def _empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """For an op's result."""
+        return torch.empty(*shape, dtype=dtype) if self._recording is None else self._recording.empty(shape, dtype)
+
+    def _is_chosen(self, x: Tensor) -> bool:
+        """Whether x has a row for each token that was chosen, and not for each of the step; only a recording asks."""
+        return self._recording is not None and len(x) == CHOSEN
+
+    def _do(
+        self, function: Callable[..., _native.Op], *arguments: Any, size: int, chosen: int = 0, sequences: int = 0
+    ) -> None:
+        """Runs the op that `function` makes of the arguments, or notes it down. Tensors become addresses, None is 0.
+
+        size, chosen, sequences: what `Op.run` takes.
+        """
+        given = tuple(0 if a is None else a for a in arguments)
+        if self._recording is None:
+            function(*(a.data_ptr() if isinstance(a, Tensor) else a for a in given)).run(size, chosen, sequences)
+        else:
+            self._recording.add(function, given)
+
+
+class NotRecordableError(Exception):
+    """The network has an op that is not the native kernels'."""
 
 
 def _number(dtype: torch.dtype) -> int:

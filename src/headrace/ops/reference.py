@@ -11,7 +11,7 @@ Unless said otherwise activations are in the model's dtype, and every op compute
 
 import itertools
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -82,6 +82,10 @@ class RaggedBatch:
     slots: Tensor
     block_tables: Tensor
     notes: dict[Hashable, Any] = field(default_factory=dict)
+
+
+# A network: ids, the batch and the cache of each layer, and the rows to take, to logits; see `Decoder.forward`.
+Forward = Callable[[Tensor, list[RaggedBatch], list[KVCache], Tensor], Tensor]
 
 
 class Ops:
@@ -300,9 +304,21 @@ class Ops:
         """Rows of x. x: `[T, n]`; rows: int64 `[N]`. Returns `[N, n]`."""
         return x.index_select(0, rows)
 
+    def to_float(self, x: Tensor) -> Tensor:
+        """x in float32."""
+        return x.float()
+
     def softcap(self, x: Tensor, cap: float) -> Tensor:
-        """cap * tanh(x / cap), which keeps logits within ±cap (Gemma 2)."""
+        """cap * tanh(x / cap), which keeps logits within ±cap (Gemma 2). x: float32."""
         return cap * torch.tanh(x / cap)
+
+    def replayed(self, forward: Forward, caches: list[KVCache], groups: Sequence[int], max_blocks: int) -> Forward:
+        """The quickest way to run `forward` again and again with the same caches. Logits are valid until the next run.
+
+        groups: by layer, which of the block tables it uses: layers of the same group get the same batch.
+        max_blocks: the most blocks of a sequence.
+        """
+        return forward
 
     # The end of a step
 

@@ -54,6 +54,9 @@ class Worker:
             self._pages = self._kv_caches(self.num_blocks, kv_dtype)
             self._host_pages = self._kv_caches(self.num_host_blocks, kv_dtype) if self.num_host_blocks else []
             self.caches = [self._pages[place] for _, place in self.layout.places]
+            most_blocks = -(-self.max_model_len // config.block_size)
+            groups = [group for group, _ in self.layout.places]
+            self._forward = self.ops.replayed(self.decoder.forward, self.caches, groups, most_blocks)
 
     def _kv_caches(self, num_blocks: int, dtype: torch.dtype) -> list[KVCache]:
         """A cache for each place of a group of layers. Every block of it is in use by one of the groups, or free."""
@@ -79,7 +82,7 @@ class Worker:
         rows, draws, scored = _select_rows(steps)
         by_group = self._batches(steps)
         batches = [by_group[group] for group, _ in self.layout.places]
-        logits = self.decoder.forward(ids, batches, self.caches, torch.tensor(rows, dtype=torch.int64))
+        logits = self._forward(ids, batches, self.caches, torch.tensor(rows, dtype=torch.int64))
         result = StepResult()
         if draws:
             requests = [step.sample for step, _ in draws if step.sample is not None]
