@@ -1,6 +1,7 @@
 """The engine's settings: one dataclass, filled from flags, a YAML file or Python, and checked in one place."""
 
 import difflib
+import json
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -18,6 +19,48 @@ KV_CACHE_LAYOUTS = ("auto", "paged", "contiguous")
 PREEMPTION_MODES = ("auto", "recompute", "swap")
 BACKENDS = ("auto", "reference", "cpu")
 ACTIVATION_PRECISIONS = ("auto", "float32")
+SPECULATIVE_METHODS = ("ngram",)
+MAX_SPECULATIVE_TOKENS = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeculativeConfig:
+    """How tokens are guessed ahead. The names are vLLM's where the meaning is the same.
+
+    method: "ngram" looks for the last few tokens further to the front, in prompt and output.
+    num_speculative_tokens: the longest draft.
+    prompt_lookup_max, prompt_lookup_min: for "ngram", how many tokens are looked for, at most and at least.
+    """
+
+    method: str
+    num_speculative_tokens: int = 4
+    prompt_lookup_max: int = 4
+    prompt_lookup_min: int = 2
+
+    def __post_init__(self) -> None:
+        if self.method not in SPECULATIVE_METHODS:
+            raise ConfigError(f"method must be one of {', '.join(SPECULATIVE_METHODS)}, not {self.method!r}")
+        for name, high in (
+            ("num_speculative_tokens", MAX_SPECULATIVE_TOKENS),
+            ("prompt_lookup_max", 32),
+            ("prompt_lookup_min", 32),
+        ):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= high:
+                raise ConfigError(f"{name} must be an integer from 1 to {high}, not {value!r}")
+        if self.prompt_lookup_min > self.prompt_lookup_max:
+            raise ConfigError(
+                f"prompt_lookup_min ({self.prompt_lookup_min}) must be at most prompt_lookup_max "
+                f"({self.prompt_lookup_max})"
+            )
+
+    @classmethod
+    def from_dict(cls, settings: Mapping[str, Any]) -> "SpeculativeConfig":
+        """Raises ConfigError for an unknown key too."""
+        reject_unknown(settings, (f.name for f in fields(cls)), "setting")
+        if "method" not in settings:
+            raise ConfigError(f"method is missing; it is one of {', '.join(SPECULATIVE_METHODS)}")
+        return cls(**settings)
 
 
 @dataclass(kw_only=True)
@@ -67,6 +110,8 @@ class EngineConfig:
     activation_precision: with which activations the native kernels multiply weights that are stored as whole numbers:
         "auto" rounds them to eight bits, with a scale for every 32; "float32" computes with the values of both as they
         are, which is slower. The reference backend always does the latter.
+    speculative_config: how to guess tokens ahead, as JSON such as {"method": "ngram", "num_speculative_tokens": 4}; the
+        output stays the same (docs/speculative.md). Requests without speculation say so themselves.
     """
 
     model: str
@@ -99,6 +144,7 @@ class EngineConfig:
     threads: int | None = None
     backend: str = "auto"
     activation_precision: str = "auto"
+    speculative_config: str | dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str | os.PathLike) or not str(self.model):
@@ -141,6 +187,7 @@ class EngineConfig:
         if not isinstance(self.enable_prefix_caching, bool):
             raise ConfigError(f"enable_prefix_caching must be true or false, not {self.enable_prefix_caching!r}")
         self._integer("seed", -(2**63), optional=True)
+        self._check_speculation()
         utilization = self.gpu_memory_utilization
         if not isinstance(utilization, int | float) or isinstance(utilization, bool) or not 0 < utilization <= 1:
             raise ConfigError(f"gpu_memory_utilization must be above 0 and at most 1, not {utilization!r}")
@@ -161,6 +208,27 @@ class EngineConfig:
         """Whether each sequence has its cache in one piece."""
         static = self.scheduling_policy == "static"
         return self.kv_cache_layout == "contiguous" or (self.kv_cache_layout == "auto" and static)
+
+    def _check_speculation(self) -> None:
+        if isinstance(self.speculative_config, str):
+            try:
+                self.speculative_config = json.loads(self.speculative_config)
+            except (ValueError, RecursionError) as error:
+                raise ConfigError(f"speculative_config is no JSON: {error}") from None
+        if not isinstance(self.speculative_config, dict | None):
+            raise ConfigError(f"speculative_config must be a JSON object, not {self.speculative_config!r}")
+        try:
+            speculation = self.speculation
+        except ConfigError as error:
+            raise ConfigError(f"speculative_config: {error}") from None
+        if speculation is not None and self.scheduling_policy == "static":
+            raise ConfigError("speculative_config needs sequences that go on at their own pace: not the policy static")
+
+    @property
+    def speculation(self) -> SpeculativeConfig | None:
+        """What `speculative_config` says."""
+        config = self.speculative_config
+        return SpeculativeConfig.from_dict(config) if isinstance(config, dict) else None
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> "EngineConfig":

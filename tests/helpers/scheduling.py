@@ -16,9 +16,11 @@ from headrace.kvcache.manager import CacheManager
 from headrace.kvcache.prefix_index import NO_BLOCK, Node, PrefixIndex
 from headrace.sampling.params import SamplingParams, TokenLogprob
 from headrace.scheduler.policies import FairShare, FirstComeFirstServed, Priority
-from headrace.scheduler.scheduler import MAX_PROMPT_LOGPROB_ROWS, Limits, Scheduler
+from headrace.scheduler.scheduler import MAX_EXTRA_ROWS, Limits, Scheduler
 from headrace.scheduler.sequence import Sequence, Status
 from headrace.scheduler.static import StaticScheduler
+from headrace.speculative.proposer import DraftRequest
+from headrace.speculative.speculation import Speculation
 from headrace.worker.cache_layout import CacheLayout
 from headrace.worker.step import PADDING, StepPlan
 
@@ -53,6 +55,28 @@ def true_output(sequence: Sequence, prompt: list[int], count: int) -> list[int]:
     return ids[len(prompt) :]
 
 
+class Guesser:
+    """Drafts of which about every third token is wrong."""
+
+    def __init__(self, world: "World") -> None:
+        self.world = world
+
+    def propose(self, requests: list[DraftRequest]) -> list[list[int]]:
+        drafts = []
+        for request in requests:
+            sequence = self.world.known[request.seq_id]
+            for table in request.block_tables:
+                assert len(table) * self.world.cache.pool.block_size >= len(request.token_ids) + request.most
+            truth = true_output(sequence, request.token_ids, request.most)
+            noise = hash((request.seq_id, len(request.token_ids)))
+            length = noise % (request.most + 1)
+            drafts.append([t if hash((noise, i)) % 3 else t ^ 1 for i, t in enumerate(truth[:length])])
+        return drafts
+
+    def forget(self, seq_id: int) -> None:
+        pass
+
+
 class World:
     """Runs a scheduler, checking everything after each step.
 
@@ -70,6 +94,7 @@ class World:
         prefix: bool = True,
         host_blocks: int = 0,
         windows: tuple[int | None, ...] = (None,),
+        draft: int = 0,
         step_seconds: Callable[[StepPlan], float] = lambda plan: 0.01,
         **limits: Any,
     ) -> None:
@@ -83,7 +108,12 @@ class World:
             self.s: Scheduler = StaticScheduler(self.cache, bounds, timeout=0.5, clock=lambda: self.now)
         else:
             self.s = Scheduler(
-                self.cache, bounds, policy=POLICIES[policy](), clock=lambda: self.now, swap=host is not None
+                self.cache,
+                bounds,
+                policy=POLICIES[policy](),
+                clock=lambda: self.now,
+                swap=host is not None,
+                speculation=Speculation(Guesser(self), draft) if draft else None,
             )
         self.step_seconds = step_seconds
         self.memory: Memory = {}
@@ -206,7 +236,8 @@ class World:
             s.seq_id != PADDING for s in plan.sequences
         )
         rows = sum(len(s.token_ids) for s in plan.sequences if s.prompt_logprobs is not None)
-        assert rows <= MAX_PROMPT_LOGPROB_ROWS
+        rows += sum(len(s.draft) for s in plan.sequences)
+        assert rows <= MAX_EXTRA_ROWS
         ranks = [s.rank for s in self.s.running]
         assert ranks == sorted(ranks)
         waiting = sum(s.status is Status.WAITING for s in self.known.values())
@@ -229,7 +260,7 @@ class World:
         written: set[int] = set()
         for step in plan.sequences:
             sequence = self.known.get(step.seq_id)
-            ids = sequence.token_ids if sequence is not None else [0] * step.start + step.token_ids
+            ids = sequence.token_ids + step.draft if sequence is not None else [0] * step.start + step.token_ids
             truth = beginnings(sequence.salt if sequence is not None else "padding", ids)
             end = step.start + len(step.token_ids)
             for group, table in enumerate(step.block_tables):
@@ -242,21 +273,28 @@ class World:
             if sequence is not None:
                 assert step.start == sequence.num_computed
                 assert step.token_ids == ids[step.start : end]
-                assert (step.sample is not None) == (end == len(ids))
-        tokens: dict[int, int] = {}
+                assert len(step.samples) == (1 + len(step.draft) if end == len(ids) else 0)
+                assert not step.draft or len(ids) < sequence.max_length, "a draft goes on past the end"
+        tokens: dict[int, list[int]] = {}
         for step in plan.sequences:  # all write before any reads, as in a layer of a model
             if step.seq_id == PADDING:
                 continue
             sequence = self.known[step.seq_id]
-            truth = beginnings(sequence.salt, sequence.token_ids)
+            truth = beginnings(sequence.salt, sequence.token_ids + step.draft)
             end = step.start + len(step.token_ids)
             for group, (table, window) in enumerate(zip(step.block_tables, self.cache.windows, strict=True)):
                 for p in range(0 if window is None else max(0, step.start - window + 1), end):
                     found = self.memory.get(table[p // size] * size + p % size, NOTHING)
                     assert found == (group, truth[p]), "a token reads what is not its own"
-            if step.sample is not None:
-                assert step.sample.position == len(sequence.token_ids)
-                tokens[step.seq_id] = drawn(sequence, found[1])
+            if step.samples:
+                assert [s.position for s in step.samples] == [
+                    len(sequence.token_ids) + i for i in range(1 + len(step.draft))
+                ]
+                said = tokens[step.seq_id] = [drawn(sequence, truth[end - len(step.samples)])]
+                for i, guess in enumerate(step.draft):
+                    if guess != said[-1]:
+                        break
+                    said.append(drawn(sequence, truth[end - len(step.draft) + i]))
         for step in plan.sequences:
             if step.seq_id == PADDING:
                 continue
@@ -266,18 +304,23 @@ class World:
                     sequence.prompt_logprobs.append(None)
                 followers = step.token_ids[1:] + ([] if step.next_prompt_token is None else [step.next_prompt_token])
                 sequence.prompt_logprobs += [TokenLogprob(t, -1.0) for t in followers]
-            self.s.advance(sequence, len(step.token_ids))
-            if step.sample is not None:
-                self._commit(sequence, tokens[step.seq_id])
+            said = tokens.get(step.seq_id, [])
+            rejected = len(step.draft) - (len(said) - 1) if step.draft else 0
+            if step.draft:
+                self.s.accept(sequence, step.draft, len(said) - 1)
+            self.s.advance(sequence, len(step.token_ids) - rejected)
+            if said:
+                self._commit(sequence, said)
 
-    def _commit(self, sequence: Sequence, token: int) -> None:
+    def _commit(self, sequence: Sequence, said: list[int]) -> None:
         prompt = self.prompts[sequence.seq_id]
         streamed = self.streamed[sequence.seq_id]
+        streamed += said[:-1]
         assert sequence.token_ids == prompt + streamed, "what was streamed has changed"
         if sequence.params.prompt_logprobs is not None:
             assert [e.token_id for e in sequence.prompt_logprobs if e is not None] == prompt[1:]
-        sequence.token_ids.append(token)
-        streamed.append(token)
+        sequence.token_ids.append(said[-1])
+        streamed.append(said[-1])
         if len(sequence.token_ids) == sequence.max_length:
             assert streamed == true_output(sequence, prompt, len(streamed)), "a wrong output"
             self.s.remove(sequence)
@@ -341,6 +384,7 @@ def random_world(rng: random.Random, **settings: Any) -> World:
         "watermark": rng.choice([0.0, 0.01, 0.1]),
         "long_prefill_token_threshold": rng.choice([0, 0, 3]),
         "target_itl": rng.choice([0.0, None, 0.02]),
+        "draft": rng.choice([0, 0, 1, 4]),
     }
     return World(**(chosen | settings))
 

@@ -83,6 +83,7 @@ BAD = {
     "include_stop_str_in_output": [1, 0, "true", None],
     "ignore_eos": [1, None, "false", np.True_],
     "skip_special_tokens": [0, None, []],
+    "speculative": [0, None, "no"],
     "logprobs": [-1, MAX_LOGPROBS + 1, True, False, 1.0, "5", HUGE],
     "prompt_logprobs": [-1, MAX_LOGPROBS + 1, True, "5", NAN],
     "logit_bias": [

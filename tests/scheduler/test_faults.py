@@ -27,6 +27,7 @@ STATIC: dict[str, Any] = {
     "host_blocks": 0,
     "windows": (None,),
     "prefix": False,
+    "draft": 0,
 }
 
 
@@ -273,6 +274,33 @@ def a_generated_token_changes(original: Callable[..., Any]) -> Callable[..., Any
     return preempt
 
 
+def a_token_too_many_is_accepted(original: Callable[..., Any]) -> Callable[..., Any]:
+    def accept(self: Scheduler, sequence: Any, draft: Any, count: int) -> None:
+        original(self, sequence, draft, min(len(draft), count + 1))
+
+    return accept
+
+
+def what_was_rejected_counts_as_computed(original: Callable[..., Any]) -> Callable[..., Any]:
+    def advance(self: Scheduler, sequence: Any, count: int) -> None:
+        rejected = sequence.num_computed + count == len(sequence.token_ids) and sequence.num_output > 3
+        original(self, sequence, count + (rejected and self.speculation is not None))
+
+    return advance
+
+
+def drafts_go_past_the_end(original: Callable[..., Any]) -> Callable[..., Any]:
+    def drafts(self: Scheduler, decoding: Any, draft: Any) -> Any:
+        for sequence in decoding:
+            sequence.max_length += 2
+        guesses = original(self, decoding, draft)
+        for sequence in decoding:
+            sequence.max_length -= 2
+        return guesses
+
+    return drafts
+
+
 FAULTS: list[tuple[type, str, Callable[[Callable[..., Any]], Callable[..., Any]]]] = [
     (BlockPool, "give_back", a_block_is_lost),
     (BlockPool, "share", sharing_is_not_counted),
@@ -297,6 +325,9 @@ FAULTS: list[tuple[type, str, Callable[[Callable[..., Any]], Callable[..., Any]]
     (Scheduler, "expire", nobody_looks_at_the_clock),
     (Scheduler, "_let_siblings_go", held_siblings_are_forgotten),
     (Scheduler, "_preempt", a_generated_token_changes),
+    (Scheduler, "accept", a_token_too_many_is_accepted),
+    (Scheduler, "advance", what_was_rejected_counts_as_computed),
+    (Scheduler, "_drafts", drafts_go_past_the_end),
 ]
 
 

@@ -24,7 +24,7 @@ class TestStep:
         (a,), (b,), (c,) = (world.submit(numbered(n, n)) for n in (4, 9, 3))
         plan = world.step()
         assert counts(plan) == {a.seq_id: 4, b.seq_id: 6}
-        assert [step.sample is not None for step in plan.sequences] == [True, False]
+        assert [bool(step.samples) for step in plan.sequences] == [True, False]
         plan = world.step()
         # The decode goes first, then what is left of b, then c.
         assert counts(plan) == {a.seq_id: 1, b.seq_id: 3, c.seq_id: 3}
@@ -55,7 +55,7 @@ class TestStep:
         (a,), (b,) = (world.submit(numbered(n, n), prompt_logprobs=0) for n in (300, 50))
         (c,) = world.submit(numbered(400, 9))
         plan = world.step()
-        assert counts(plan) == {a.seq_id: module.MAX_PROMPT_LOGPROB_ROWS}
+        assert counts(plan) == {a.seq_id: module.MAX_EXTRA_ROWS}
         assert plan.sequences[0].next_prompt_token == 300_256
         plan = world.step()
         assert counts(plan) == {a.seq_id: 44, b.seq_id: 50, c.seq_id: 400}
@@ -105,8 +105,7 @@ class TestMemory:
             world.step()
         plan = world.step()
         assert counts(plan)[b.seq_id] == 9, "prompt and output are computed anew together"
-        assert plan.sequences[0].sample is not None
-        assert plan.sequences[0].sample.position == 9
+        assert [sample.position for sample in plan.sequences[0].samples] == [9]
 
     def test_a_sequence_that_is_last_itself_steps_back(self) -> None:
         world = World(blocks=3, block_size=4, prefix=False)

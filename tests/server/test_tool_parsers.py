@@ -237,7 +237,7 @@ def test_what_the_grammar_of_a_family_allows_its_parser_reads(family: str, kind:
     for _ in range(15):
         constraint, ids = Constraint(beginning), []
         while not constraint.finished and len(ids) < 400:
-            allowed = np.flatnonzero(np.unpackbits(constraint.mask().result().view(np.uint8), bitorder="little"))
+            allowed = np.flatnonzero(np.unpackbits(constraint.masks()[0].result().view(np.uint8), bitorder="little"))
             if EOS in allowed and rng.random() < 0.2:
                 break
             if len(allowed) > 150 and kind == "calls or text" and rng.random() < 0.2:  # where text may go on

@@ -126,7 +126,7 @@ def takes(grammars: Grammars, spec: StructuredOutputs, text: str) -> bool:
 
 
 def allowed(constraint: Constraint, token: int) -> bool:
-    return bool(constraint.mask().result()[token // 32] >> (token % 32) & 1)
+    return bool(constraint.masks()[0].result()[token // 32] >> (token % 32) & 1)
 
 
 POINT = {

@@ -42,7 +42,7 @@ def test_what_is_allowed_decodes_to_what_fits(make: Any) -> None:
             constraint, text = Constraint(beginning), ""
             detokenizer = Detokenizer(tokenizer, prompt, SamplingParams())
             for _ in range(200):
-                bits = np.unpackbits(constraint.mask().result().view(np.uint8), bitorder="little")
+                bits = np.unpackbits(constraint.masks()[0].result().view(np.uint8), bitorder="little")
                 token = int(rng.choice(np.flatnonzero(bits)))
                 if token == end:
                     break

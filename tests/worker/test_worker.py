@@ -43,8 +43,8 @@ def prefill(worker: Worker, ids: list[int], table: list[int]) -> None:
 def decode(worker: Worker, ids: list[int], table: list[int], **plan: Any) -> tuple[int, float]:
     """The token after `ids`, and its logprob, where all but the last of them are in the cache."""
     sample = SampleRequest(GREEDY, 0, 0, len(ids), ())
-    step = SequenceStep(0, ids[-1:], len(ids) - 1, worker_table(table), sample=sample)
-    drawn = worker.execute(StepPlan([step], **plan)).sampled[0]
+    step = SequenceStep(0, ids[-1:], len(ids) - 1, worker_table(table), samples=[sample])
+    [drawn] = worker.execute(StepPlan([step], **plan)).sampled[0]
     assert drawn.logprob is not None
     return drawn.token_id, drawn.logprob.logprob
 

@@ -16,7 +16,14 @@ from headrace.server.config import ServerConfig
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-TYPE_NAMES = {str: "a string", int: "an integer", float: "a number", bool: "true or false", list: "a list"}
+TYPE_NAMES = {
+    str: "a string",
+    int: "an integer",
+    float: "a number",
+    bool: "true or false",
+    list: "a list",
+    dict: "a mapping",
+}
 
 
 def add_flags(
@@ -83,6 +90,7 @@ def scalar_types(field: "Field[Any]") -> tuple[tuple[type, ...], bool]:
     for member in members:
         if get_origin(member) is list:
             return get_args(member), True
+    members = tuple(get_origin(member) or member for member in members)  # a dict is a dict, whatever is in it
     return tuple(m for m in members if isinstance(m, type) and m is not type(None)), False
 
 

@@ -28,6 +28,8 @@ from headrace.scheduler.policies import FairShare, FirstComeFirstServed, Priorit
 from headrace.scheduler.scheduler import Limits, Scheduler
 from headrace.scheduler.sequence import Sequence, Status
 from headrace.scheduler.static import StaticScheduler
+from headrace.speculative.ngram import NgramProposer
+from headrace.speculative.speculation import Speculation
 from headrace.worker.step import PADDING
 from headrace.worker.worker import Worker
 
@@ -111,7 +113,16 @@ class Engine:
             "priority": lambda: Priority(config.priority_ageing),
             "fair": FairShare,
         }
-        return Scheduler(cache, limits, policy=policies[config.scheduling_policy](), swap=swap)
+        policy = policies[config.scheduling_policy]()
+        return Scheduler(cache, limits, policy=policy, swap=swap, speculation=self._speculation())
+
+    def _speculation(self) -> Speculation | None:
+        config = self.config.speculation
+        if config is None:
+            return None
+        return Speculation(
+            NgramProposer(config.prompt_lookup_max, config.prompt_lookup_min), config.num_speculative_tokens
+        )
 
     @cached_property
     def _grammars(self) -> "Grammars":
@@ -171,6 +182,7 @@ class Engine:
             prefix_hit_tokens=0 if index is None else index.num_hit_tokens,
             num_prompt_tokens=self.num_prompt_tokens,
             num_generated_tokens=self.num_generated_tokens,
+            **({} if s.speculation is None else s.speculation.stats()),
         )
 
     def check(self, request: Request) -> None:
@@ -270,9 +282,14 @@ class Engine:
                 if step.start == 0:
                     sequence.prompt_logprobs.append(None)  # nothing comes before the first token
                 sequence.prompt_logprobs += result.prompt_logprobs.get(step.seq_id, [])
-            self.scheduler.advance(sequence, len(step.token_ids))
-            if step.sample is not None:
-                deltas.append(self._commit(stream, result.sampled[step.seq_id]))
+            drawn, count = result.sampled.get(step.seq_id, []), len(step.token_ids)
+            if draft := step.draft:
+                accepted = len(drawn) - 1
+                self.scheduler.accept(sequence, draft, accepted)
+                count -= len(draft) - accepted
+            self.scheduler.advance(sequence, count)
+            if drawn:
+                deltas.append(self._commit(stream, drawn, len(draft)))
         self.scheduler.record(self.scheduler.clock() - begun)
         return deltas
 
@@ -332,15 +349,26 @@ class Engine:
         self._forget(stream)
         return TokenDelta(stream.request_id, stream.sequence.index, text, [], finish_reason="abort")
 
-    def _commit(self, stream: _Stream, sampled: SampledToken) -> TokenDelta:
-        """Adds a drawn token to its sequence, and ends the sequence if that is the last one."""
-        sequence, params, token = stream.sequence, stream.sequence.params, sampled.token_id
+    def _commit(self, stream: _Stream, drawn: list[SampledToken], num_drafted: int) -> TokenDelta:
+        """Adds drawn tokens to their sequence, and ends the sequence with the one that is the last.
+
+        All but the last of `drawn` come from a draft, of `num_drafted` tokens, and have been accepted already.
+        """
+        sequence, params = stream.sequence, stream.sequence.params
         first = sequence.num_output == 0
-        sequence.token_ids.append(token)
-        self.num_generated_tokens += 1
+        num_accepted = len(drawn) - 1
+        length = len(sequence.token_ids) - num_accepted
+        sequence.token_ids.append(drawn[-1].token_id)
         if first and sequence.index == 0:
             self.num_prompt_tokens += sequence.num_prompt
-        text, reason, cause = self._text(stream, token)
+        text = ""
+        for count, sampled in enumerate(drawn, 1):
+            piece, reason, cause = self._text(stream, sampled.token_id, length + count)
+            text += piece
+            if reason is not None:
+                drawn = drawn[:count]
+                break
+        self.num_generated_tokens += len(drawn)
         error = None if sequence.constraint is None else sequence.constraint.error
         if reason is not None:
             self._forget(stream)
@@ -349,18 +377,20 @@ class Engine:
             stream.request_id,
             sequence.index,
             text,
-            [token],
-            logprobs=None if sampled.logprob is None else [sampled.logprob],
+            [sampled.token_id for sampled in drawn],
+            logprobs=[s.logprob for s in drawn if s.logprob is not None] if params.logprobs is not None else None,
             prompt_logprobs=list(sequence.prompt_logprobs) if first and params.prompt_logprobs is not None else None,
             finish_reason=reason,
             stop_reason=cause,
             cached_tokens=sequence.num_cached if first else None,
             queue_time=sequence.begun - sequence.arrival if first else None,
             error=error,
+            num_drafted=num_drafted,
+            num_accepted=num_accepted,
         )
 
-    def _text(self, stream: _Stream, token: int) -> tuple[str, FinishReason | None, int | str | None]:
-        """The text that a token brings, and whether and why it ends the output."""
+    def _text(self, stream: _Stream, token: int, length: int) -> tuple[str, FinishReason | None, int | str | None]:
+        """The text that a token brings to a sequence of `length` tokens with it, and whether and why it ends that."""
         sequence, params, detokenizer = stream.sequence, stream.sequence.params, stream.detokenizer
         text = ""
         reason: FinishReason | None = None
@@ -372,7 +402,7 @@ class Engine:
                 text = detokenizer.append(token) if params.include_stop_str_in_output else ""
         else:
             text = detokenizer.append(token)
-            reason = "length" if len(sequence.token_ids) >= sequence.max_length else None
+            reason = "length" if length >= sequence.max_length else None
             if sequence.constraint is not None:
                 sequence.constraint.accept(token)
                 if sequence.constraint.error is not None:

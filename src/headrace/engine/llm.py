@@ -167,6 +167,8 @@ def _add(output: RequestOutput, delta: TokenDelta) -> None:
     if completion.logprobs is not None:
         completion.logprobs += delta.logprobs or []
     completion.finish_reason, completion.stop_reason = delta.finish_reason, delta.stop_reason
+    output.num_drafted_tokens += delta.num_drafted
+    output.num_accepted_tokens += delta.num_accepted
     if delta.cached_tokens is not None and delta.index == 0:
         output.num_cached_tokens = delta.cached_tokens
     if delta.prompt_logprobs is not None:

@@ -74,6 +74,7 @@ class TokenDelta:
     cached_tokens: on the first delta with a token, how many tokens of the prompt were in the cache already.
     queue_time: with it, how many seconds the sequence has waited for its turn.
     error: on the last delta of a sequence that was given up, before it began or within its grammar, why.
+    num_drafted, num_accepted: tokens of a draft that were verified in this step, and those of them that were right.
     """
 
     request_id: str
@@ -87,6 +88,8 @@ class TokenDelta:
     cached_tokens: int | None = None
     queue_time: float | None = None
     error: HeadraceError | None = None
+    num_drafted: int = 0
+    num_accepted: int = 0
 
 
 @dataclass(slots=True)
@@ -106,6 +109,7 @@ class RequestOutput:
     """A prompt and its `n` continuations, in order of their index.
 
     num_cached_tokens: how many tokens of the prompt were in the cache already.
+    num_drafted_tokens, num_accepted_tokens: of all drafts for its outputs, and those of them that were right.
     """
 
     request_id: str
@@ -114,3 +118,5 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     prompt_logprobs: list[TokenLogprob | None] | None = None
     num_cached_tokens: int = 0
+    num_drafted_tokens: int = 0
+    num_accepted_tokens: int = 0

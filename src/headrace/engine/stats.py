@@ -46,6 +46,8 @@ class EngineStats:
     num_aborted: ended because the client had gone or asked for it. num_finished: that came to an end of their own.
     prefix_queried_tokens, prefix_hit_tokens: of the prompts that were looked up in the cache, and found there.
     num_prompt_tokens, num_generated_tokens: of the prompts of requests whose output has begun, and of all outputs.
+    num_drafts, num_draft_tokens, num_accepted_tokens: drafts that were verified, their tokens, and those that were
+        right; accepted_at: the latter by their place in the draft. draft_seconds: spent in making drafts.
     """
 
     running: int = 0
@@ -68,3 +70,8 @@ class EngineStats:
     prefix_hit_tokens: int = 0
     num_prompt_tokens: int = 0
     num_generated_tokens: int = 0
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    accepted_at: tuple[int, ...] = ()
+    draft_seconds: float = 0.0

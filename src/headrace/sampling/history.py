@@ -30,16 +30,33 @@ class History:
     def update(self, token_ids: Sequence[int]) -> None:
         """Takes the sequence's tokens, prompt and output; it only ever grows, so that most are known already."""
         for position in range(len(self._tokens), len(token_ids)):
-            token = token_ids[position]
-            self._tokens.append(token)
-            is_output = position >= self.num_prompt
-            if not is_output and not self.counts_prompt:
-                continue
-            place = self._places.setdefault(token, len(self._ids))
-            if place == len(self._ids):
-                self._ids.append(token)
-                self._counts.append(0)
-            self._counts[place] += is_output
+            self._append(token_ids[position])
+
+    def followed_by(self, token_id: int) -> "History":
+        """The history as it would be with one token more. This one stays as it is."""
+        longer = History(
+            self.num_prompt,
+            self.bad_words,
+            self.breakers,
+            self.counts_prompt,
+            self._tokens[:],
+            self._places.copy(),
+            self._ids[:],
+            self._counts[:],
+        )
+        longer._append(token_id)
+        return longer
+
+    def _append(self, token: int) -> None:
+        is_output = len(self._tokens) >= self.num_prompt
+        self._tokens.append(token)
+        if not is_output and not self.counts_prompt:
+            return
+        place = self._places.setdefault(token, len(self._ids))
+        if place == len(self._ids):
+            self._ids.append(token)
+            self._counts.append(0)
+        self._counts[place] += is_output
 
     @property
     def seen(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

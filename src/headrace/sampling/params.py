@@ -105,6 +105,7 @@ class SamplingParams:
     structured_outputs: what the output must look like. Where it can end no further token is drawn, and it stands above
         all other settings that allow or forbid tokens.
     skip_special_tokens: leave special tokens out of the text.
+    speculative: guess tokens ahead, where the engine is set up to; without it the output is the same.
 
     Logits change in the order of vLLM: allowed_token_ids, bad_words, min_tokens, logit_bias, repetition_penalty,
     frequency_penalty, presence_penalty; then DRY. Filters follow in the order temperature, top_k, top_p, min_p, XTC,
@@ -140,6 +141,7 @@ class SamplingParams:
     bad_words: list[str] | None = None
     structured_outputs: StructuredOutputs | None = None
     skip_special_tokens: bool = True
+    speculative: bool = True
 
     def __post_init__(self) -> None:
         self._integer("n", 1, MAX_N)
@@ -166,7 +168,7 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 self._integer(name, 0, MAX_LOGPROBS)
-        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "speculative"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name} must be true or false, not {_shown(getattr(self, name))}", name)
         if self.structured_outputs is not None and not isinstance(self.structured_outputs, StructuredOutputs):

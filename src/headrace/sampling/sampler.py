@@ -13,10 +13,15 @@ XTC_OFF = 2.0  # no probability reaches it
 
 
 def sample_tokens(ops: Ops, logits: Tensor, requests: list[SampleRequest]) -> list[SampledToken]:
+    """Draws a token for each request from its row of `logits`; as `draw`, and with logprobs as `described`."""
+    return described(ops, logits, draw(ops, logits, requests), requests)
+
+
+def draw(ops: Ops, logits: Tensor, requests: list[SampleRequest]) -> list[int]:
     """Draws a token for each request from its row of `logits` [N, V] float32, which stay as they are.
 
-    Logprobs are those of the model itself: before penalties, bias, forbidden tokens, temperature and filters. If all
-    tokens are forbidden, or have no finite logit, token 0 comes out; but never what `allowed_token_ids` or a mask bars.
+    If all tokens are forbidden, or have no finite logit, token 0 comes out; but never what `allowed_token_ids` or a
+    mask bars.
     """
     if not requests:
         return []
@@ -37,14 +42,24 @@ def sample_tokens(ops: Ops, logits: Tensor, requests: list[SampleRequest]) -> li
         column(draws),
         column(excluding) if min(excluding) < XTC_OFF else None,
     )
-    sampled = [SampledToken(token) for token in tokens.tolist()]
-    rows = [row for row, p in enumerate(params) if p.logprobs is not None]
+    drawn: list[int] = tokens.tolist()
+    return drawn
+
+
+def described(ops: Ops, logits: Tensor, token_ids: list[int], requests: list[SampleRequest]) -> list[SampledToken]:
+    """Drawn tokens, with their logprobs where those were asked for.
+
+    These are the model's own: before penalties, bias, forbidden tokens, temperature and filters.
+    """
+    sampled = [SampledToken(token) for token in token_ids]
+    rows = [row for row, r in enumerate(requests) if r.params.logprobs is not None]
     if rows:
         # Most often every row or none has asked; then the logits need no copy.
         some = slice(None) if len(rows) == len(requests) else rows
-        most = max(params[row].logprobs or 0 for row in rows)
+        most = max(requests[row].params.logprobs or 0 for row in rows)
+        tokens = torch.tensor(token_ids, dtype=torch.int64, device=logits.device)
         for row, report in zip(rows, _report(ops, logits[some], tokens[some], most), strict=True):
-            report.top = report.top[: params[row].logprobs]
+            report.top = report.top[: requests[row].params.logprobs]
             sampled[row].logprob = report
     return sampled
 

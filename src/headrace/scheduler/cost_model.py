@@ -15,11 +15,12 @@ class Work:
     pairs: int = 0
     sequences: int = 0
 
-    def add(self, start: int, count: int) -> None:
-        """Adds a sequence that runs `count` tokens after `start` others."""
+    def add(self, start: int, count: int, sequences: int = 1) -> None:
+        """Adds a sequence that runs `count` tokens after `start` others; with 0 for `sequences`, tokens of one that is
+        there already."""
         self.tokens += count
         self.pairs += count * start + count * (count + 1) // 2
-        self.sequences += 1
+        self.sequences += sequences
 
 
 # One unit of each feature is about as long on a small machine, which keeps the numbers of the fit well apart from zero.

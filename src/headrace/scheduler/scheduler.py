@@ -17,10 +17,13 @@ from headrace.kvcache.manager import CacheManager
 from headrace.scheduler.cost_model import CostModel, Work
 from headrace.scheduler.policies import FirstComeFirstServed
 from headrace.scheduler.sequence import Sequence, Status
+from headrace.speculative.proposer import DraftRequest
+from headrace.speculative.speculation import Speculation
 from headrace.worker.step import SequenceStep, StepPlan
 
-# Prompt logprobs need the logits of every token of a chunk; this many rows of them are in memory at most.
-MAX_PROMPT_LOGPROB_ROWS = 256
+# Prompt logprobs need the logits of every token of a chunk, and drafts those of every token; this many rows of them are
+# in memory at most, beside the one of each sequence.
+MAX_EXTRA_ROWS = 256
 # However short the time, a prompt gets on by so many tokens in each step.
 MIN_CHUNK = 16
 # Without a target of the user's, a step beside running streams may take so long, or twice as long as without prompts.
@@ -55,7 +58,7 @@ class _Draft:
         self.chunks: dict[Sequence, int] = {}  # of prompts, or single tokens of sequences that have just entered
         self.work = Work()
         self._limits, self._cost = limits, cost
-        self._tokens_left, self._rows_left = limits.max_num_batched_tokens, MAX_PROMPT_LOGPROB_ROWS
+        self._tokens_left, self._rows_left = limits.max_num_batched_tokens, MAX_EXTRA_ROWS
         self._end: float | None = None  # seconds that the step may take
         self._has_chunk = False
 
@@ -90,6 +93,17 @@ class _Draft:
         if sequence.wants_prompt_logprobs:
             self._rows_left -= count
 
+    @property
+    def room_for_drafts(self) -> int:
+        """How many tokens of drafts may run beside all that."""
+        return min(self._tokens_left, self._rows_left)
+
+    def put_draft(self, start: int, count: int) -> None:
+        """Puts in so many tokens of a draft, which come after `start` others of their sequence."""
+        self.work.add(start, count, sequences=0)
+        self._tokens_left -= count
+        self._rows_left -= count
+
 
 class Scheduler:
     """Fills each step within a budget of tokens, of sequences and of time, in the order of a policy.
@@ -104,6 +118,7 @@ class Scheduler:
     Neither clock nor cost model need be real: a simulation hands in its own.
 
     clock: seconds from any origin. swap: preempted sequences go to the host's memory, if there is room.
+    speculation: makes drafts for sequences that decode, if there is one.
     running: in order of rank. waiting_tokens: of the prompts of sequences that wait for their first turn.
     num_refused: requests for which the queue was too full, by what it was full of.
     """
@@ -117,8 +132,10 @@ class Scheduler:
         cost: CostModel | None = None,
         clock: Callable[[], float] = time.monotonic,
         swap: bool = False,
+        speculation: Speculation | None = None,
     ) -> None:
         self.cache, self.limits, self.clock, self.swap = cache, limits, clock, swap
+        self.speculation = speculation
         self.waiting = FirstComeFirstServed() if policy is None else policy
         self.cost = CostModel() if cost is None else cost
         self.running: list[Sequence] = []
@@ -210,6 +227,8 @@ class Scheduler:
         elif was is Status.HELD:
             self._num_held -= 1
         self._release(sequence)
+        if self.speculation is not None:
+            self.speculation.forget(sequence.seq_id)
         if sequence.num_computed < sequence.num_prompt:
             self._let_siblings_go(sequence, forked=False)
 
@@ -238,7 +257,7 @@ class Scheduler:
         draft = _Draft(self.limits, self.cost)
         preemptions = self.num_preemptions
         with _without_collections():
-            decodes, prompts = self._plan_decodes(draft)
+            decoding, prompts = self._plan_decodes(draft)
             for sequence in prompts:
                 done = sequence.num_computed
                 count = min(draft.room_for(sequence), self.cache.room(sequence.table) - done)
@@ -247,13 +266,22 @@ class Scheduler:
             # Who has just been preempted is among the first in the queue; to let it in again at once would be thrashing
             if self.num_preemptions == preemptions:
                 self._enter(draft)
-            steps = decodes + [self._step(sequence, count) for sequence, count in draft.chunks.items()]
+            guesses = self._drafts(decoding, draft)
+            steps = [self._decode_step(sequence, guesses.get(sequence.seq_id, [])) for sequence in decoding]
+            steps += [self._step(sequence, count) for sequence, count in draft.chunks.items()]
         self._work = draft.work
         cache = self.cache
         plan = StepPlan(steps, cache.copies, cache.swap_out, cache.swap_in)
         self.num_copied_blocks += len(cache.copies)
         cache.copies, cache.swap_out, cache.swap_in = [], [], []
         return plan
+
+    def accept(self, sequence: Sequence, draft: list[int], count: int) -> None:
+        """Takes over the first `count` tokens of a draft, which were right. To be called before `advance`."""
+        sequence.token_ids += draft[:count]
+        self.waiting.charge(sequence, 0, count)
+        if self.speculation is not None:
+            self.speculation.record(len(draft), count)
 
     def advance(self, sequence: Sequence, count: int) -> None:
         """Notes that the next `count` tokens of a sequence are in the cache now."""
@@ -320,20 +348,19 @@ class Scheduler:
     def _place(self, sequence: Sequence) -> int:
         return bisect_left(self.running, sequence.rank, key=_rank)
 
-    def _plan_decodes(self, draft: _Draft) -> tuple[list[SequenceStep], list[Sequence]]:
-        """Plans the sequences that decode. Returns their steps, and the running sequences that are in their prompts.
+    def _plan_decodes(self, draft: _Draft) -> tuple[list[Sequence], list[Sequence]]:
+        """Plans the sequences that decode. Returns them, and the running sequences that are in their prompts.
 
         All of them have blocks for a token more. In order of rank, so that nobody is a victim who was planned.
         """
         size = self.cache.pool.block_size
-        steps: list[SequenceStep] = []
+        decoding: list[Sequence] = []
         prompts: list[Sequence] = []
         context = 0
         for sequence in self.running[:]:
             if sequence.status is not Status.RUNNING:  # preempted by one before it
                 continue
-            tokens, table = sequence.token_ids, sequence.table
-            length = len(tokens)
+            table, length = sequence.table, len(sequence.token_ids)
             in_prompt = length - sequence.num_computed > 1 or sequence.wants_prompt_logprobs
             if in_prompt:
                 length = sequence.num_computed + 1
@@ -345,10 +372,48 @@ class Scheduler:
             else:
                 context += length
                 self.waiting.charge(sequence, 0, 1)
-                sample = sequence.sample_request()
-                steps.append(SequenceStep(sequence.seq_id, tokens[-1:], length - 1, table.blocks, sample))
-        draft.put_decodes(len(steps), context)
-        return steps, prompts
+                decoding.append(sequence)
+        draft.put_decodes(len(decoding), context)
+        return decoding, prompts
+
+    def _drafts(self, decoding: list[Sequence], draft: _Draft) -> dict[int, list[int]]:
+        """Guesses how sequences that decode go on, as far as the step's budgets allow.
+
+        Nobody gives way to a guess: all that runs has been planned already, and beyond the blocks that guesses take,
+        each running sequence could still have one.
+        """
+        if self.speculation is None:
+            return {}
+        size, pool, room = self.cache.pool.block_size, self.cache.pool, draft.room_for_drafts
+        reserve = len(self.running) * len(self.cache.windows)
+        requests: list[DraftRequest] = []
+        for sequence in decoding:
+            tokens, table = sequence.token_ids, sequence.table
+            # What is drawn after the draft is the last token at most.
+            most = min(self.speculation.most, room, sequence.max_length - len(tokens) - 1)
+            if most < 1 or not sequence.params.speculative:
+                continue
+            missing = max(0, pool.blocks_for(len(tokens) + most) - len(table.blocks[-1])) * len(self.cache.windows)
+            if missing > pool.num_free - reserve or not self.cache.grow(table, len(tokens) + most):
+                most = min(most, len(table.blocks[-1]) * size - len(tokens))
+            if most > 0:
+                room -= most
+                (sample,) = sequence.sample_requests(masked=False)
+                requests.append(DraftRequest(sequence.seq_id, tokens, most, table.blocks, sample, sequence.tenant))
+        by_id = {sequence.seq_id: sequence for sequence in decoding}
+        guesses: dict[int, list[int]] = {}
+        for request, guess in zip(requests, self.speculation.propose(requests), strict=True):
+            guesses[request.seq_id] = guess = by_id[request.seq_id].sensible(guess)
+            draft.put_draft(len(request.token_ids), len(guess))
+        return guesses
+
+    def _decode_step(self, sequence: Sequence, guess: list[int]) -> SequenceStep:
+        """A step of a sequence that decodes: its last token, and perhaps a guess of the next ones."""
+        tokens = sequence.token_ids
+        samples = sequence.sample_requests(guess)
+        return SequenceStep(
+            sequence.seq_id, [*tokens[-1:], *guess], len(tokens) - 1, sequence.table.blocks, samples=samples
+        )
 
     def _grow(self, sequence: Sequence, num_tokens: int) -> bool:
         """Sees to it that a running sequence has blocks for so many tokens, preempting the last ones if need be.
@@ -427,7 +492,7 @@ class Scheduler:
         tokens = sequence.token_ids
         step = SequenceStep(sequence.seq_id, tokens[start:end], start, sequence.table.blocks)
         if end == len(tokens):
-            step.sample = sequence.sample_request()
+            step.samples = sequence.sample_requests()
             self.waiting.charge(sequence, 0, 1)
         if sequence.wants_prompt_logprobs:
             step.prompt_logprobs = sequence.params.prompt_logprobs

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from headrace.kvcache.manager import BlockTable
@@ -82,11 +83,29 @@ class Sequence:
     def wants_prompt_logprobs(self) -> bool:
         return self.params.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt
 
-    def sample_request(self) -> SampleRequest:
-        """How to draw its next token."""
-        minimum = self.params.min_tokens
-        forbidden = self.stop_ids if minimum and self.num_output < minimum else ()
-        if self.history is not None:
-            self.history.update(self.token_ids)
-        mask = None if self.constraint is None else self.constraint.mask()
-        return SampleRequest(self.params, self.seed, self.index, len(self.token_ids), forbidden, self.history, mask)
+    def sample_requests(self, draft: list[int] | None = None, *, masked: bool = True) -> list[SampleRequest]:
+        """How to draw its next token, and the one after each token of a draft, if that is accepted.
+
+        masked: with what the grammar allows, if there is one; its masks are computed once for each step.
+        """
+        draft = draft or []
+        minimum, position, history = self.params.min_tokens, len(self.token_ids), self.history
+        if history is not None:
+            history.update(self.token_ids)
+        masks = self.constraint.masks(draft) if self.constraint is not None and masked else None
+        requests = []
+        for count in range(len(draft) + 1):
+            if count and history is not None:
+                history = history.followed_by(draft[count - 1])
+            forbidden = self.stop_ids if self.num_output + count < minimum else ()
+            mask = None if masks is None else masks[count]
+            requests.append(
+                SampleRequest(self.params, self.seed, self.index, position + count, forbidden, history, mask)
+            )
+        return requests
+
+    def sensible(self, draft: list[int]) -> list[int]:
+        """The beginning of a draft that can be right: it goes neither against the grammar nor past the end."""
+        if self.constraint is not None:
+            draft = self.constraint.allowed(draft)
+        return list(takewhile(lambda token: token not in self.stop_ids, draft))

@@ -5,7 +5,7 @@ from typing import Any
 
 from headrace.kvcache.manager import CacheManager
 from headrace.scheduler.cost_model import Work
-from headrace.scheduler.scheduler import MAX_PROMPT_LOGPROB_ROWS, Limits, Scheduler
+from headrace.scheduler.scheduler import MAX_EXTRA_ROWS, Limits, Scheduler
 from headrace.scheduler.sequence import Sequence, Status
 from headrace.worker.step import PADDING, SequenceStep, StepPlan
 
@@ -93,7 +93,7 @@ class StaticScheduler(Scheduler):
 
     def _fill(self, steps: list[SequenceStep]) -> None:
         """Padding and prompts, as much as a step holds."""
-        left, rows = self.limits.max_num_batched_tokens, MAX_PROMPT_LOGPROB_ROWS
+        left, rows = self.limits.max_num_batched_tokens, MAX_EXTRA_ROWS
         for member in self._batch:
             sequence = member.sequence
             if left and member.num_padded < member.padding:

@@ -11,7 +11,7 @@ from headrace.server.logprobs import chat_logprobs, prompt_logprobs
 from headrace.server.protocol import ChatBody
 from headrace.server.stream import Deltas
 from headrace.server.tool_parsers import Delta
-from headrace.server.translate import Job
+from headrace.server.translate import Job, Tally
 
 
 async def chat_completion(job: Job[ChatBody], tokenizer: Tokenizer, deltas: Deltas) -> dict[str, Any]:
@@ -27,12 +27,11 @@ async def chat_completion(job: Job[ChatBody], tokenizer: Tokenizer, deltas: Delt
         for index in range(job.n)
     ]
     pieces = Pieces(job)
-    completion_tokens = cached_tokens = 0
+    tally = Tally()
     of_prompt = None
     async with aclosing(deltas):
         async for _, delta in deltas:
-            completion_tokens += len(delta.token_ids)
-            cached_tokens += (delta.cached_tokens or 0) if delta.index == 0 else 0
+            tally.add(delta)
             of_prompt = of_prompt or delta.prompt_logprobs
             choice = choices[delta.index]
             for piece in pieces.of(delta):
@@ -45,7 +44,7 @@ async def chat_completion(job: Job[ChatBody], tokenizer: Tokenizer, deltas: Delt
         message = choice["message"]
         if message["content"] is None and len(message) == 3:  # neither calls nor thoughts: an empty text
             message["content"] = ""
-    answer = job.envelope("chat.completion", choices) | {"usage": job.usage(completion_tokens, cached_tokens)}
+    answer = job.envelope("chat.completion", choices) | {"usage": job.usage(tally)}
     if of_prompt is not None:
         answer["prompt_logprobs"] = prompt_logprobs(tokenizer, of_prompt)
     return answer
@@ -61,11 +60,10 @@ async def chat_chunks(job: Job[ChatBody], tokenizer: Tokenizer, deltas: Deltas) 
     for index in range(job.n):
         yield chunk(index, {"role": "assistant", "content": ""})
     pieces = Pieces(job)
-    completion_tokens = cached_tokens = 0
+    tally = Tally()
     async with aclosing(deltas):
         async for _, delta in deltas:
-            completion_tokens += len(delta.token_ids)
-            cached_tokens += (delta.cached_tokens or 0) if delta.index == 0 else 0
+            tally.add(delta)
             logprobs = None
             if job.body.logprobs and delta.token_ids:
                 logprobs = {"content": chat_logprobs(tokenizer, delta.logprobs), "refusal": None}
@@ -78,7 +76,7 @@ async def chat_chunks(job: Job[ChatBody], tokenizer: Tokenizer, deltas: Deltas) 
                 last["choices"][0] |= {"finish_reason": pieces.finish_reason(delta), "stop_reason": delta.stop_reason}
                 yield last
     if job.wants_usage:
-        yield job.envelope("chat.completion.chunk", []) | {"usage": job.usage(completion_tokens, cached_tokens)}
+        yield job.envelope("chat.completion.chunk", []) | {"usage": job.usage(tally)}
 
 
 class Pieces:

@@ -9,7 +9,7 @@ from headrace.formats.tokenizer import Tokenizer
 from headrace.server.logprobs import CompletionLogprobs, prompt_logprobs
 from headrace.server.protocol import CompletionBody
 from headrace.server.stream import Deltas
-from headrace.server.translate import Job
+from headrace.server.translate import Job, Tally
 
 
 async def completion(job: Job[CompletionBody], tokenizer: Tokenizer, deltas: Deltas) -> dict[str, Any]:
@@ -19,11 +19,10 @@ async def completion(job: Job[CompletionBody], tokenizer: Tokenizer, deltas: Del
         {"index": index, "text": "", "logprobs": None, "finish_reason": None, "stop_reason": None}
         for index in range(pieces.count)
     ]
-    completion_tokens = cached_tokens = 0
+    tally = Tally()
     async with aclosing(deltas):
         async for prompt, delta in deltas:
-            completion_tokens += len(delta.token_ids)
-            cached_tokens += (delta.cached_tokens or 0) if delta.index == 0 else 0
+            tally.add(delta)
             piece = pieces.piece(prompt, delta)
             choice = choices[piece["index"]]
             choice["text"] += piece["text"]
@@ -31,7 +30,7 @@ async def completion(job: Job[CompletionBody], tokenizer: Tokenizer, deltas: Del
             choice["finish_reason"], choice["stop_reason"] = piece["finish_reason"], piece["stop_reason"]
             if job.body.prompt_logprobs is not None and delta.prompt_logprobs is not None:
                 choice["prompt_logprobs"] = prompt_logprobs(tokenizer, delta.prompt_logprobs)
-    return job.envelope("text_completion", choices) | {"usage": job.usage(completion_tokens, cached_tokens)}
+    return job.envelope("text_completion", choices) | {"usage": job.usage(tally)}
 
 
 async def completion_chunks(
@@ -39,16 +38,15 @@ async def completion_chunks(
 ) -> AsyncGenerator[dict[str, Any], None]:
     """`text_completion` objects, one for each piece of a choice."""
     pieces = Pieces(job, tokenizer)
-    completion_tokens = cached_tokens = 0
+    tally = Tally()
     async with aclosing(deltas):
         async for prompt, delta in deltas:
-            completion_tokens += len(delta.token_ids)
-            cached_tokens += (delta.cached_tokens or 0) if delta.index == 0 else 0
+            tally.add(delta)
             piece = pieces.piece(prompt, delta)
             if piece["text"] or piece["logprobs"] or piece["finish_reason"]:
                 yield job.chunk("text_completion", [piece])
     if job.wants_usage:
-        yield job.envelope("text_completion", []) | {"usage": job.usage(completion_tokens, cached_tokens)}
+        yield job.envelope("text_completion", []) | {"usage": job.usage(tally)}
 
 
 class Pieces:

@@ -38,6 +38,15 @@ COUNTERS = (
     ("preemptions", "num_preemptions", "num_preemptions", "Sequences that had to make room for others."),
     ("swaps", None, "num_swaps", "Preemptions in which the cache was moved to the host's memory."),
     ("engine_steps", None, "num_steps", "Steps that the engine has run."),
+    ("spec_decode_num_drafts", "spec_decode_num_drafts", "num_drafts", "Drafts that were verified."),
+    ("spec_decode_num_draft_tokens", "spec_decode_num_draft_tokens", "num_draft_tokens", "Tokens of these drafts."),
+    (
+        "spec_decode_num_accepted_tokens",
+        "spec_decode_num_accepted_tokens",
+        "num_accepted_tokens",
+        "Those of them that were right.",
+    ),
+    ("spec_decode_draft_seconds", None, "draft_seconds", "Time spent in making drafts."),
     ("sequences_aborted", None, "num_aborted", "Sequences whose client has gone."),
     ("sequences_finished", None, "num_finished", "Sequences that came to an end of their own."),
 )
@@ -146,6 +155,14 @@ class _EngineCollector(Collector):
             for kind, attribute in kinds:
                 counter.add_metric([*values, kind], getattr(stats, attribute))
             yield counter
+        accepted = CounterMetricFamily(
+            f"{metrics.prefix}spec_decode_num_accepted_tokens_per_pos",
+            "Tokens of drafts that were right, by their place in the draft.",
+            labels=[*names, "position"],
+        )
+        for place, count in enumerate(stats.accepted_at):
+            accepted.add_metric([*values, str(place)], count)
+        yield accepted
         info = GaugeMetricFamily(f"{metrics.prefix}build_info", "Always 1.", labels=[*names, "version"])
         info.add_metric([*values, __version__], 1)
         yield info

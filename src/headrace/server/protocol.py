@@ -223,6 +223,7 @@ class GenerationBody(Body):
     min_tokens: int | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
+    speculative: bool | None = None
     include_stop_str_in_output: bool | None = None
     logit_bias: dict[str, Any] | None = None  # its values are checked by SamplingParams
     allowed_token_ids: Annotated[list[int], Field(fail_fast=True)] | None = None

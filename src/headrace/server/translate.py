@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from headrace.engine.request import Request
+from headrace.engine.request import Request, TokenDelta
 from headrace.errors import RequestError
 from headrace.formats.tokenizer import Tokenizer
 from headrace.sampling.params import SamplingParams, StructuredOutputs
@@ -25,6 +25,26 @@ COMPLETION_MAX_TOKENS = 16  # OpenAI's default for this route; in a chat the ans
 MAX_CHOICES = 1024
 
 AnyGenerationBody = TypeVar("AnyGenerationBody", ChatBody, CompletionBody)
+
+
+@dataclass(slots=True)
+class Tally:
+    """What the deltas of an answer add up to.
+
+    tokens: of all its choices. cached: tokens of the prompts that were in the cache already, each prompt counted once.
+    drafted, accepted: tokens that were guessed ahead, and those of them that were right.
+    """
+
+    tokens: int = 0
+    cached: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+    def add(self, delta: TokenDelta) -> None:
+        self.tokens += len(delta.token_ids)
+        self.cached += (delta.cached_tokens or 0) if delta.index == 0 else 0
+        self.drafted += delta.num_drafted
+        self.accepted += delta.num_accepted
 
 
 @dataclass(frozen=True)
@@ -59,18 +79,21 @@ class Job(Generic[AnyGenerationBody]):
         options = self.body.stream_options
         return options is not None and bool(options.include_usage)
 
-    def usage(self, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:
-        """Tokens of all prompts, each counted once however many continuations it has, and of all continuations.
-
-        cached_tokens: how many of the prompts' tokens were in the cache already.
-        """
+    def usage(self, tally: Tally) -> dict[str, Any]:
+        """Tokens of all prompts, each counted once however many continuations it has, and of all continuations."""
         prompt_tokens = sum(len(request.prompt_token_ids) for request in self.requests)
-        return {
+        usage: dict[str, Any] = {
             "prompt_tokens": prompt_tokens,
-            "completion_tokens": completion_tokens,
-            "total_tokens": prompt_tokens + completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": cached_tokens},
+            "completion_tokens": tally.tokens,
+            "total_tokens": prompt_tokens + tally.tokens,
+            "prompt_tokens_details": {"cached_tokens": tally.cached},
         }
+        if tally.drafted:
+            usage["completion_tokens_details"] = {
+                "accepted_prediction_tokens": tally.accepted,
+                "rejected_prediction_tokens": tally.drafted - tally.accepted,
+            }
+        return usage
 
 
 def chat_job(engine: "AsyncEngine", names: list[str], raw: bytes, config: ServerConfig) -> Job[ChatBody]:

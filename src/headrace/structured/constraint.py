@@ -25,12 +25,16 @@ class Constraint:
         self.finished = False
         self.error: HeadraceError | None = None
 
-    def mask(self) -> Future[NDArray[np.int32]]:
-        """The tokens that may come next, as SampleRequest wants them, once they are computed."""
-        return _THREADS.submit(self._mask)
+    def masks(self, draft: list[int] | None = None) -> list[Future[NDArray[np.int32]]]:
+        """The tokens that may come next, as SampleRequest wants them, once they are computed; and after each token of
+        a draft, all of which the grammar has to allow (see `allowed`), those that might come after it."""
+        draft = draft or []
+        matchers = [self._matcher, *(self._matcher.deep_copy() for _ in draft)]
+        return [_THREADS.submit(_mask, matcher, draft[:count]) for count, matcher in enumerate(matchers)]
 
-    def _mask(self) -> NDArray[np.int32]:
-        return np.frombuffer(self._matcher.compute_bitmask(), np.int32)
+    def allowed(self, draft: list[int]) -> list[int]:
+        """The beginning of a draft that fits the grammar."""
+        return draft[: self._matcher.validate_tokens(draft)]
 
     def accept(self, token_id: int) -> None:
         """Takes the token that was drawn."""
@@ -40,3 +44,10 @@ class Constraint:
             message = f"the output cannot follow its grammar any further: {reason}"
             self.error = RequestError(message, "structured_outputs")
         self.finished = self._matcher.is_stopped()
+
+
+def _mask(matcher: llguidance.LLMatcher, token_ids: list[int]) -> NDArray[np.int32]:
+    """What a matcher allows after some more tokens, which it takes."""
+    for token in token_ids:
+        matcher.consume_token(token)
+    return np.frombuffer(matcher.compute_bitmask(), np.int32)

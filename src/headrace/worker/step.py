@@ -10,7 +10,7 @@ PADDING = -1
 
 @dataclass(slots=True)
 class SequenceStep:
-    """One sequence's share of a step: a piece of a prompt, or the one token sampled last.
+    """One sequence's share of a step: a piece of a prompt, or the one token sampled last and perhaps a draft after it.
 
     seq_id: the sequence this belongs to; PADDING for tokens of which nobody wants to know what comes out.
     token_ids: the tokens to run, at positions `start`, `start + 1`, ...
@@ -18,7 +18,8 @@ class SequenceStep:
     block_tables: by group of layers (see CacheLayout), the cache blocks of the sequence in order, enough for
         `start + len(token_ids)` tokens, as an array of typecode "q". They stay the scheduler's, and change after the
         step.
-    sample: how to draw the next token; None while more of the prompt is to come.
+    samples: how to draw the tokens that follow the last `len(samples)` of `token_ids`: none while more of the prompt is
+        to come, else one, and one more for each token of a draft.
     prompt_logprobs: how many alternatives to report for every token of the prompt; None for no report.
     next_prompt_token: with `prompt_logprobs`, the prompt token that follows this piece; None after the last piece.
     """
@@ -27,9 +28,14 @@ class SequenceStep:
     token_ids: list[int]
     start: int
     block_tables: "list[array[int]]"
-    sample: SampleRequest | None = None
+    samples: list[SampleRequest] = field(default_factory=list)
     prompt_logprobs: int | None = None
     next_prompt_token: int | None = None
+
+    @property
+    def draft(self) -> list[int]:
+        """Those of `token_ids` that are guesses, at their end."""
+        return self.token_ids[1 - len(self.samples) :] if len(self.samples) > 1 else []
 
 
 @dataclass(slots=True)
@@ -56,7 +62,11 @@ class StepPlan:
 
 @dataclass(slots=True)
 class StepResult:
-    """What a step brought, by sequence: the tokens drawn, and the logprobs of prompt tokens where asked for."""
+    """What a step brought, by sequence.
 
-    sampled: dict[int, SampledToken] = field(default_factory=dict)
+    sampled: the tokens of its draft that were accepted, and the one drawn after them.
+    prompt_logprobs: the logprobs of prompt tokens, where asked for.
+    """
+
+    sampled: dict[int, list[SampledToken]] = field(default_factory=dict)
     prompt_logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)

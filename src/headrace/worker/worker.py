@@ -12,7 +12,8 @@ from headrace.models.loader import load_decoder
 from headrace.ops import create_ops
 from headrace.ops.reference import KVCache, RaggedBatch
 from headrace.quantize.on_load import QuantizedOnLoad
-from headrace.sampling.sampler import prompt_logprobs, sample_tokens
+from headrace.sampling.sampler import prompt_logprobs
+from headrace.speculative.verifier import Draft, verify
 from headrace.worker.cache_size import size_cache
 from headrace.worker.memory import available_cpus, available_memory
 from headrace.worker.step import SequenceStep, StepPlan, StepResult
@@ -85,9 +86,10 @@ class Worker:
         logits = self._forward(ids, batches, self.caches, torch.tensor(rows, dtype=torch.int64))
         result = StepResult()
         if draws:
-            requests = [step.sample for step, _ in draws if step.sample is not None]
-            tokens = sample_tokens(self.ops, logits[[row for _, row in draws]], requests)
-            result.sampled = {step.seq_id: token for (step, _), token in zip(draws, tokens, strict=True)}
+            wanted = [row for step, first in draws for row in range(first, first + len(step.samples))]
+            drafts = [Draft(step.samples, step.draft) for step, _ in draws]
+            tokens = verify(self.ops, logits if len(wanted) == len(logits) else logits[wanted], drafts)
+            result.sampled = {step.seq_id: drawn for (step, _), drawn in zip(draws, tokens, strict=True)}
         for step, first, successors in scored:
             part = logits[first : first + len(successors)]
             result.prompt_logprobs[step.seq_id] = prompt_logprobs(self.ops, part, successors, step.prompt_logprobs or 0)
@@ -123,7 +125,7 @@ def _select_rows(
 ) -> tuple[list[int], list[tuple[SequenceStep, int]], list[tuple[SequenceStep, int, list[int]]]]:
     """Which tokens of the step need logits.
 
-    Returns their row numbers in the batch; the steps that draw, each with its place among those rows; and the steps
+    Returns their row numbers in the batch; the steps that draw, each with its first place among those rows; and those
     whose prompt is scored, each with its first place and the prompt tokens that follow, one per row.
     """
     rows: list[int] = []
@@ -136,8 +138,8 @@ def _select_rows(
             successors = step.token_ids[1:] + ([] if step.next_prompt_token is None else [step.next_prompt_token])
             scored.append((step, len(rows), successors))
             rows += range(start, start + len(successors))
-        if step.sample is not None:
+        if step.samples:
             draws.append((step, len(rows)))
-            rows.append(end - 1)
+            rows += range(end - len(step.samples), end)
         start = end
     return rows, draws, scored
