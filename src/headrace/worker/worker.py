@@ -57,7 +57,7 @@ class Worker:
             self.caches = [self._pages[place] for _, place in self.layout.places]
             most_blocks = -(-self.max_model_len // config.block_size)
             groups = [group for group, _ in self.layout.places]
-            self._forward = self.ops.replayed(self.decoder.forward, self.caches, groups, most_blocks)
+            self._forward = self.decoder.ops.replayed(self.decoder.forward, self.caches, groups, most_blocks)
 
     def _kv_caches(self, num_blocks: int, dtype: torch.dtype) -> list[KVCache]:
         """A cache for each place of a group of layers. Every block of it is in use by one of the groups, or free."""
