@@ -45,7 +45,7 @@ def milliseconds_per_step(sequences: int, context: int, steps: int) -> tuple[flo
         prepared = time.thread_time()
         for step in plan.sequences:
             s.advance(known[step.seq_id], len(step.token_ids))
-            if step.sample is not None:
+            if step.samples:
                 known[step.seq_id].token_ids.append(1)
         s.record(0.01)
         return 1e3 * (planned - begin + time.thread_time() - prepared), 1e3 * (prepared - planned)

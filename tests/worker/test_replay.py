@@ -34,7 +34,7 @@ def step(worker: Worker, sequence: int, ids: list[int], start: int, *, scored: b
     tables = [array("q", [(g * 4 + sequence) * width + i for i in range(width)]) for g in range(groups)]
     assert max(map(max, tables)) < worker.num_blocks
     request = SampleRequest(GREEDY, 0, 0, start + len(ids))
-    return SequenceStep(sequence, ids, start, tables, request, prompt_logprobs=0 if scored else None)
+    return SequenceStep(sequence, ids, start, tables, [request], prompt_logprobs=0 if scored else None)
 
 
 def compare(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
