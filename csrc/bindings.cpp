@@ -57,6 +57,13 @@ NB_MODULE(_native, m) {
   m.def("select_isa", &select_isa, nb::arg("name"));
   m.def("set_threads", &set_threads, nb::arg("count"));
   m.def("threads", &threads);
+  m.def(
+      "read_memory",
+      [](uintptr_t data, int64_t bytes, int64_t rounds) {
+        return read_memory(pointer<const void>(data), bytes, rounds);
+      },
+      nb::arg("data"), nb::arg("bytes"), nb::arg("rounds"), nb::call_guard<nb::gil_scoped_release>());
+  m.def("multiply", &multiply, nb::arg("codes"), nb::arg("rounds"), nb::call_guard<nb::gil_scoped_release>());
 
   using Release = nb::call_guard<nb::gil_scoped_release>;
   nb::class_<Op>(m, "Op").def(

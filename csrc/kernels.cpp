@@ -4,12 +4,14 @@
 #include "attention.h"
 #include "elementwise.h"
 #include "linear.h"
+#include "peak.h"
 #include "rms_norm.h"
 
 namespace headrace::HEADRACE_ISA {
 
 extern const Kernels kernels;
-const Kernels kernels = {rms_norm,  prepare,         product, embedding, rotary,   store_kv,
-                         attention, merge_attention, gated,   add,       softcap, to_float};
+const Kernels kernels = {rms_norm, prepare,         product, embedding, rotary,  store_kv,
+                         attention, merge_attention, gated,  add,       softcap, to_float,
+                         read_memory, multiply_floats, multiply_codes};
 
 }  // namespace headrace::HEADRACE_ISA

@@ -211,6 +211,12 @@ struct Kernels {
   void (*add)(const Add&, int64_t first, int64_t last);
   void (*softcap)(const Softcap&, int64_t first, int64_t last);
   void (*to_float)(const ToFloat&, int64_t first, int64_t last);
+
+  // No ops, but what they are measured by (peak.h). read_memory: lines of 64 bytes, in eights. The others return how
+  // many operations they have done, a product and a sum being two.
+  void (*read_memory)(const void*, int64_t first_line, int64_t last_line, float* sink);
+  int64_t (*multiply_floats)(int64_t rounds, float* sink);
+  int64_t (*multiply_codes)(int64_t rounds, float* sink);
 };
 
 }  // namespace headrace

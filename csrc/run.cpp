@@ -190,4 +190,27 @@ void attention(const Attention& args, int64_t sequences, const int64_t* query_le
   parallel(static_cast<int64_t>(merges.size()), [&](int64_t task) { kernels().merge_attention(args, merges[task]); });
 }
 
+int64_t read_memory(const void* data, int64_t bytes, int64_t rounds) {
+  const int64_t shares = threads(), lines = bytes / 64 / 8 / shares * 8;
+  std::vector<float> sinks(shares * 16);  // a line of the cache for each
+  parallel(shares, [&](int64_t share) {
+    for (int64_t round = 0; round < rounds; ++round)
+      kernels().read_memory(data, share * lines, (share + 1) * lines, &sinks[share * 16]);
+  });
+  return shares * lines * 64 * rounds;
+}
+
+int64_t multiply(bool codes, int64_t rounds) {
+  const int64_t shares = threads();
+  std::vector<float> sinks(shares * 16);
+  std::vector<int64_t> done(shares);
+  parallel(shares, [&](int64_t share) {
+    const auto run = codes ? kernels().multiply_codes : kernels().multiply_floats;
+    done[share] = run(rounds, &sinks[share * 16]);
+  });
+  int64_t all = 0;
+  for (int64_t each : done) all += each;
+  return all;
+}
+
 }  // namespace headrace

@@ -38,4 +38,10 @@ void take(const void* x, const int64_t* rows, void* y, int64_t bytes, int64_t to
 // query_lens, context_lens: tokens of each sequence in this step, and of its keys in the cache.
 void attention(const Attention& args, int64_t sequences, const int64_t* query_lens, const int64_t* context_lens);
 
+// Every thread reads its share of the memory, `rounds` times. Returns the bytes read in all.
+int64_t read_memory(const void* data, int64_t bytes, int64_t rounds);
+
+// Every thread multiplies floats, or whole numbers of eight bits. Returns the operations done in all.
+int64_t multiply(bool codes, int64_t rounds);
+
 }  // namespace headrace

@@ -18,6 +18,15 @@ def set_threads(count: int) -> None:
 def threads() -> int:
     """How many threads share the work of an op."""
 
+def read_memory(data: int, bytes: int, rounds: int) -> int:
+    """Every thread reads its share of the memory at `data`, `rounds` times. Returns the bytes read in all."""
+
+def multiply(codes: bool, rounds: int) -> int:
+    """Every thread multiplies and adds what its first cache holds: 8-bit whole numbers, or float32 values.
+
+    Returns the operations done in all; a product and a sum are two.
+    """
+
 class Matrix:
     """A packed matrix; the tensors must live as long as it is used."""
 

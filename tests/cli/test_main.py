@@ -30,6 +30,7 @@ def test_version() -> None:
         ["generate", "--help"],
         ["quantize", "--help"],
         ["eval", "--help"],
+        ["bench", "--help"],
     ],
 )
 def test_help_loads_nothing_heavy(arguments: list[str]) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from headrace import __version__
-from headrace.cli import chat, evaluate, generate, quantize, serve
+from headrace.cli import bench, chat, evaluate, generate, quantize, serve
 from headrace.errors import HeadraceError
 
 DESCRIPTION = """\
@@ -29,6 +29,7 @@ examples:
   headrace generate default "The capital of France is" --max-tokens 8 --temperature 0
   headrace quantize ./model --method int4 --output ./model-int4   make a model smaller
   headrace eval ppl ./model-int4 --dataset text.txt               and see what that cost
+  headrace bench latency default                                  measure how fast a model is here
 
 environment:
   HF_HOME, HF_TOKEN, HF_HUB_OFFLINE   as everywhere: where hub models are kept, the access token, no network
@@ -83,7 +84,7 @@ def build_parser() -> Parser:
     parser = Parser(prog="headrace", usage="headrace COMMAND [arguments]", description=DESCRIPTION, epilog=EXAMPLES)
     parser.add_argument("--version", action="version", version=f"headrace {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, prog="headrace")
-    for command in (serve, chat, generate, quantize, evaluate):
+    for command in (serve, chat, generate, quantize, evaluate, bench):
         command.add_to(commands)
     return parser
 
