@@ -9,9 +9,8 @@
 
 namespace headrace::HEADRACE_ISA {
 
-extern const Kernels kernels;
-const Kernels kernels = {rms_norm, prepare,         product, embedding, rotary,  store_kv,
-                         attention, merge_attention, gated,  add,       softcap, to_float,
+extern const Kernels kernels = {rms_norm,  prepare,         product, embedding,   rotary,          store_kv,
+                         attention, merge_attention, gated,   add,         softcap,         to_float,
                          read_memory, multiply_floats, multiply_codes};
 
 }  // namespace headrace::HEADRACE_ISA
