@@ -19,6 +19,7 @@ import headrace
 from headrace.errors import ConfigError
 
 FORMAT = 1
+WIDEST_ROW = 12  # columns of a table with one row
 Row = dict[str, Any]
 PACKAGES = ("torch", "numpy", "tokenizers", "transformers")
 # Endings of column names that are units, and how they are written.
@@ -101,6 +102,7 @@ def _columns(name: str, value: Any) -> list[tuple[str, Any]]:
 
 def as_text(rows: Sequence[Row]) -> str:
     """A table for a terminal: numbers to the right, words to the left."""
+    rows = _readable(rows)
     if not rows:
         return ""
     cells = [[_heading(name) for name in rows[0]], *([number(value) for value in row.values()] for row in rows)]
@@ -116,11 +118,19 @@ def as_text(rows: Sequence[Row]) -> str:
 
 
 def as_markdown(rows: Sequence[Row]) -> str:
+    rows = _readable(rows)
     if not rows:
         return ""
     lines = [[_heading(name) for name in rows[0]], ["---"] * len(rows[0])]
     lines += [[number(value) for value in row.values()] for row in rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _readable(rows: Sequence[Row]) -> Sequence[Row]:
+    """A single long row is turned into a column."""
+    if len(rows) != 1 or len(rows[0]) <= WIDEST_ROW:
+        return rows
+    return [{"figure": _heading(name), "value": number(value)} for name, value in rows[0].items()]
 
 
 def number(value: Any) -> str:
@@ -129,7 +139,9 @@ def number(value: Any) -> str:
         return "-"
     if isinstance(value, list):
         return " to ".join(map(number, value))
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if not isinstance(value, int | float):
         return str(value)
     if isinstance(value, int) or abs(value) >= 1000:
         return f"{value:,.0f}"

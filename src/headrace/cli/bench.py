@@ -1,12 +1,15 @@
 """`headrace bench`: measurements of the engine, of servers and of the machine."""
 
 import argparse
+import sys
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 from headrace.bench.datasets import DatasetSettings
 from headrace.bench.kernels import KernelSettings
 from headrace.bench.latency import LatencySettings
+from headrace.bench.load_settings import ServeSettings, SweepSettings
 from headrace.bench.results import Result, as_text, check_output
 from headrace.cli.settings import add_engine_flags, add_flags, engine_and_server_config, given
 from headrace.errors import ConfigError
@@ -20,6 +23,8 @@ examples:
   headrace bench limits
   headrace bench latency default --batch-size 1,8,32 --input-len 128 --output-json latency.json
   headrace bench throughput default --dataset-name sharegpt --num-prompts 100
+  headrace bench serve --base-url http://127.0.0.1:8000 --request-rate 2 --goodput ttft:500 tpot:100
+  headrace bench sweep --base-url http://127.0.0.1:8000 --dataset-name sharegpt --plot sweep.png
   headrace bench startup default -- --max-model-len 2048
   headrace bench kernels --shapes 1536x576 --rows 1,32
 
@@ -56,6 +61,17 @@ def add_to(commands: Any) -> None:
     _add_rounds(one, 1)
     add_engine_flags(one)
 
+    one = _add(kinds, "serve", "a server under load, as its clients see it; any that speaks OpenAI's API", _serve)
+    _add_load(one, [f.name for f in fields(ServeSettings) if f.name != "goodput"])
+    add_flags(one, "requests", DatasetSettings)
+
+    one = _add(kinds, "sweep", "a server under more and more load, until it cannot keep up", _sweep)
+    add_flags(one, "loads", SweepSettings)
+    rates = ("goodput", "request_rate", "ramp_up_strategy", "ramp_up_start_rps", "ramp_up_end_rps")
+    _add_load(one, [f.name for f in fields(ServeSettings) if f.name not in rates])
+    add_flags(one, "requests", DatasetSettings, [f.name for f in fields(DatasetSettings) if f.name != "num_prompts"])
+    _add_plot(one)
+
     one = _add(
         kinds, "startup", "from the start of 'headrace serve' to the first token; memory", _startup, rest="flags"
     )
@@ -90,6 +106,16 @@ def _add_rounds(parser: argparse.ArgumentParser, default: int) -> None:
     parser.add_argument("--rounds", metavar="N", type=int, default=default, help=f"timed rounds (default: {default})")
 
 
+def _add_load(parser: argparse.ArgumentParser, names: list[str]) -> None:
+    add_flags(parser, "load", ServeSettings, names)
+    help = "what a good answer keeps to, in milliseconds, as ttft:200 tpot:50; also itl (its worst) and e2el"
+    parser.add_argument("--goodput", metavar="KEY:MS", nargs="+", default=[], help=help)
+
+
+def _add_plot(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--plot", metavar="FILE", help="draw a picture: .png, .svg or .pdf; needs matplotlib")
+
+
 def _run(args: argparse.Namespace, run: Run) -> int:
     for path in (args.output_json, args.output_csv):
         if path is not None:
@@ -99,6 +125,8 @@ def _run(args: argparse.Namespace, run: Run) -> int:
             raise ConfigError(f"{name} must be at least 1, not {value}")
     result = run(args)
     print(as_text(result.rows))
+    for text in result.details.get("warnings", ()):
+        print(f"warning: {text}", file=sys.stderr)
     for path in (args.output_json, args.output_csv):
         if path is not None:
             result.save(path)
@@ -132,6 +160,26 @@ def _throughput(args: argparse.Namespace) -> Result:
 
     dataset = DatasetSettings(**given(args, DatasetSettings))
     return throughput.run(engine_and_server_config(args)[0], dataset, args.rounds)
+
+
+def _load(args: argparse.Namespace) -> ServeSettings:
+    return ServeSettings(**given(args, ServeSettings) | {"goodput": " ".join(args.goodput) or None})
+
+
+def _serve(args: argparse.Namespace) -> Result:
+    from headrace.bench import serve
+
+    return serve.run(_load(args), DatasetSettings(**given(args, DatasetSettings)))
+
+
+def _sweep(args: argparse.Namespace) -> Result:
+    from headrace.bench import plots, sweep
+
+    settings = SweepSettings(**given(args, SweepSettings))
+    result = sweep.run(_load(args), DatasetSettings(**given(args, DatasetSettings)), settings)
+    if args.plot is not None:
+        plots.save(plots.sweep(result.rows), args.plot)
+    return result
 
 
 def _startup(args: argparse.Namespace) -> Result:
