@@ -72,8 +72,8 @@ def main() -> None:
             benchmark="load_generator",
             title="What the load generator costs",
             note=f"Streams against a fake server in another process. Its first token comes after {args.ttft_ms:g} ms, "
-            f"each next one {args.itl_ms:g} ms later. The errors are what is found beyond that; the processor's time is "
-            "the generator's alone, for each token.",
+            f"each next one {args.itl_ms:g} ms later. The errors are what is found beyond that; the processor's time "
+            "is that of the generator alone, for each token.",
             rows=rows,
             settings={"tokens": args.tokens, "ttft_ms": args.ttft_ms, "itl_ms": args.itl_ms},
         ).save(args.output_json)
