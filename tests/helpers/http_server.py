@@ -72,8 +72,11 @@ def running_server(model: Path, server: dict[str, Any] | None = None, **settings
             if errors:
                 raise errors[0]
             running = RunningServer(url_of(config, listener), runner, thread, exit_status)
-            with running.http, running.client:
+            try:
                 yield running
+            finally:
+                running.http.close()  # which a test may have replaced
+                running.client.close()
         finally:
             runner.should_exit = True
             thread.join()

@@ -2,7 +2,6 @@
 
 import functools
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -38,8 +37,6 @@ def transformers_model(name: str) -> PreTrainedModel:
     ):
         model = transformers.AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
     assert isinstance(model, PreTrainedModel)
-    # `generate` takes from here what its caller leaves out, end-of-sequence tokens among it.
-    model.generation_config = transformers.GenerationConfig(pad_token_id=0)
     return model.eval()
 
 
@@ -74,19 +71,18 @@ def limit(engine_of: LLM, *, seqs: int = 64, tokens: int = 2048, blocks: int | N
     return engine.scheduler
 
 
-def transformers_greedy(model: PreTrainedModel, prompts: Sequence[list[int]], count: int) -> list[list[int]]:
-    """The `count` most likely tokens after each prompt by `generate`; end-of-sequence tokens are like any other."""
-    longest = max(map(len, prompts))
-    padding = [longest - len(prompt) for prompt in prompts]
-    with torch.inference_mode():
-        out: Any = model.generate(
-            torch.tensor([[0] * n + prompt for n, prompt in zip(padding, prompts, strict=True)]),
-            attention_mask=torch.tensor([[0] * n + [1] * (longest - n) for n in padding]),
-            do_sample=False,
-            max_new_tokens=count,
-        )
-    result: list[list[int]] = out[:, longest:].tolist()
-    return result
+def transformers_greedy(model: PreTrainedModel, prompt: list[int], count: int, guess: list[int]) -> list[int]:
+    """The `count` tokens that greedy decoding finds after the prompt; end-of-sequence tokens are like any other.
+
+    `guess` changes nothing but the time: as far as it is what the model finds, one forward pass finds all of it.
+    """
+    tokens: list[int] = []
+    while len(tokens) < count:
+        ahead = guess[len(tokens) : count - 1] if tokens == guess[: len(tokens)] else []
+        found = transformers_logprobs(model, prompt + tokens + ahead, len(ahead) + 1).argmax(-1).tolist()
+        right = next((i for i, token in enumerate(ahead) if token != found[i]), len(ahead))
+        tokens += found[: right + 1]
+    return tokens
 
 
 def transformers_logprobs(model: PreTrainedModel, ids: list[int], last: int = 0) -> torch.Tensor:
