@@ -409,11 +409,8 @@ class Scheduler:
 
     def _decode_step(self, sequence: Sequence, guess: list[int]) -> SequenceStep:
         """A step of a sequence that decodes: its last token, and perhaps a guess of the next ones."""
-        tokens = sequence.token_ids
-        samples = sequence.sample_requests(guess)
-        return SequenceStep(
-            sequence.seq_id, [*tokens[-1:], *guess], len(tokens) - 1, sequence.table.blocks, samples=samples
-        )
+        tokens, samples = sequence.token_ids, sequence.sample_requests(guess)
+        return SequenceStep(sequence.seq_id, [tokens[-1], *guess], len(tokens) - 1, sequence.table.blocks, samples)
 
     def _grow(self, sequence: Sequence, num_tokens: int) -> bool:
         """Sees to it that a running sequence has blocks for so many tokens, preempting the last ones if need be.

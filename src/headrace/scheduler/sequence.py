@@ -88,20 +88,22 @@ class Sequence:
 
         masked: with what the grammar allows, if there is one; its masks are computed once for each step.
         """
+        params, position, history, constraint = self.params, len(self.token_ids), self.history, self.constraint
+        # Its stop tokens are forbidden before this position.
+        minimum = self.num_prompt + params.min_tokens
+        if not draft and history is None and constraint is None:  # nearly always, and for every sequence in every step
+            return [SampleRequest(params, self.seed, self.index, position, self.stop_ids if position < minimum else ())]
         draft = draft or []
-        minimum, position, history = self.params.min_tokens, len(self.token_ids), self.history
         if history is not None:
             history.update(self.token_ids)
-        masks = self.constraint.masks(draft) if self.constraint is not None and masked else None
+        masks = constraint.masks(draft) if constraint is not None and masked else None
         requests = []
         for count in range(len(draft) + 1):
             if count and history is not None:
                 history = history.followed_by(draft[count - 1])
-            forbidden = self.stop_ids if self.num_output + count < minimum else ()
+            forbidden = self.stop_ids if position + count < minimum else ()
             mask = None if masks is None else masks[count]
-            requests.append(
-                SampleRequest(self.params, self.seed, self.index, position + count, forbidden, history, mask)
-            )
+            requests.append(SampleRequest(params, self.seed, self.index, position + count, forbidden, history, mask))
         return requests
 
     def sensible(self, draft: list[int]) -> list[int]:
