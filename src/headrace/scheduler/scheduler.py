@@ -353,7 +353,7 @@ class Scheduler:
 
         All of them have blocks for a token more. In order of rank, so that nobody is a victim who was planned.
         """
-        size = self.cache.pool.block_size
+        size, charge = self.cache.pool.block_size, self.waiting.charge
         decoding: list[Sequence] = []
         prompts: list[Sequence] = []
         context = 0
@@ -371,7 +371,7 @@ class Scheduler:
                 prompts.append(sequence)
             else:
                 context += length
-                self.waiting.charge(sequence, 0, 1)
+                charge(sequence, 0, 1)
                 decoding.append(sequence)
         draft.put_decodes(len(decoding), context)
         return decoding, prompts

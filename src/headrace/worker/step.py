@@ -3,13 +3,14 @@
 from array import array
 from dataclasses import dataclass, field
 
+import msgspec
+
 from headrace.sampling.params import SampledToken, SampleRequest, TokenLogprob
 
 PADDING = -1
 
 
-@dataclass(slots=True)
-class SequenceStep:
+class SequenceStep(msgspec.Struct, gc=False):  # made for each sequence in each step, and a third of a dataclass's cost
     """One sequence's share of a step: a piece of a prompt, or the one token sampled last and perhaps a draft after it.
 
     seq_id: the sequence this belongs to; PADDING for tokens of which nobody wants to know what comes out.
@@ -28,7 +29,7 @@ class SequenceStep:
     token_ids: list[int]
     start: int
     block_tables: "list[array[int]]"
-    samples: list[SampleRequest] = field(default_factory=list)
+    samples: list[SampleRequest] = []
     prompt_logprobs: int | None = None
     next_prompt_token: int | None = None
 

@@ -106,11 +106,13 @@ class Worker:
         shared_positions = torch.from_numpy(positions)
         batches = []
         for group in range(len(self.layout.windows)):
-            widths = np.array([len(s.block_tables[group]) for s in steps])
-            tables = np.zeros((len(steps), widths.max()), np.int64)
-            # One copy of all tables' memory; a loop over them would take longer than everything else here.
-            in_use = np.arange(tables.shape[1]) < widths[:, None]
-            tables[in_use] = np.frombuffer(b"".join([s.block_tables[group] for s in steps]), np.int64)
+            # All tables in one copy, each with zeros after it to be as long as the longest. (In a loop over them, or
+            # with a mask, this would take longer than everything else here.)
+            own = [s.block_tables[group] for s in steps]
+            width = max(map(len, own))
+            zeros = memoryview(bytes(8 * width))
+            padded = [part for table in own for part in (table, zeros[8 * len(table) :])]
+            tables = np.frombuffer(bytearray().join(padded), np.int64).reshape(len(steps), width)
             slots = tables[rows, blocks] * self.config.block_size + places
             batches.append(
                 RaggedBatch(
