@@ -79,7 +79,8 @@ uint64_t rms_norm_digest() {
       for (int64_t r = 0; r < rows; ++r)
         for (int64_t i = 0; i < stride; ++i) x.set(r * stride + i, std::ldexp(random(), 3 * r - 9));
       for (float& w : weight) w = std::ldexp(random(), -5);
-      kernels().rms_norm({x.bytes.data(), weight.data(), y.bytes.data(), rows, hidden, stride, eps, dtype});
+      const RmsNorm args{x.bytes.data(), weight.data(), y.bytes.data(), dtype, 1, hidden, stride, 0, eps};
+      kernels().rms_norm(args, 0, rows);
 
       const double tolerance = dtype == DType::f32 ? 1e-5 : dtype == DType::bf16 ? 0x1p-8 : 0x1p-10;
       for (int64_t r = 0; r < rows; ++r) {
