@@ -85,6 +85,15 @@ NB_MODULE(_native, m) {
       .def("add", &Matrix::add, nb::arg("coding"), nb::arg("dtype"), nb::arg("outputs"), nb::arg("inputs"),
            nb::arg("group"), nb::arg("offset"), nb::arg("whole_rows"), nb::arg("values"), nb::arg("scales"),
            nb::arg("minimums"), nb::arg("order"));
+  m.def(
+      "pack_codes",
+      [](uintptr_t codes, int64_t rows, int64_t columns, int64_t first, int add, int coding, uintptr_t values) {
+        if (coding != 1 && coding != 2) throw std::invalid_argument("coding must be 1 (nibbles) or 2 (bytes)");
+        pack_codes({pointer<const uint8_t>(codes), rows, columns, first, static_cast<uint8_t>(add),
+                    static_cast<Coding>(coding), pointer<uint8_t>(values)});
+      },
+      nb::arg("codes"), nb::arg("rows"), nb::arg("columns"), nb::arg("first"), nb::arg("add"), nb::arg("coding"),
+      nb::arg("values"), Release());
   nb::class_<Cache>(m, "Cache")
       .def(
           "__init__",

@@ -90,25 +90,26 @@ void prepare(const Prepare& args, int64_t first_row, int64_t last_row) {
 
 // Products
 
-template <typename T>
-inline void finish_typed(const Product& args, F32x16 sums, int64_t row, int64_t n) {
-  const int64_t count = args.weights.outputs - n;
-  const T* bias = static_cast<const T*>(args.bias);
-  T* y = static_cast<T*>(args.y) + row * args.y_stride + n;
-  if (count >= kLanes) {
-    store(y, bias ? sums + load(bias + n) : sums);
-  } else {
-    store_first(y, bias ? sums + load_first(bias + n, count) : sums, count);
-  }
+// Writes what a tile has summed up, sixteen outputs for each row. Not inline: sums whose address is taken would be kept in
+// memory all the time, so the tiles copy them when they are done.
+__attribute__((noinline)) void finish(const Product& args, const F32x16* sums, int64_t rows, int64_t row,
+                                      int64_t panel) {
+  const int64_t n = panel * kLanes, left = args.weights.outputs - n, count = left < kLanes ? left : kLanes;
+  with_type(args.dtype, [&](auto type) {
+    using T = decltype(type);
+    const T* bias = static_cast<const T*>(args.bias);
+    for (int64_t r = 0; r < rows; ++r) {
+      T* y = static_cast<T*>(args.y) + (row + r) * args.y_stride + n;
+      store_some(y, bias ? sums[r] + load_some(bias + n, count) : sums[r], count);
+    }
+  });
 }
 
-inline void finish(const Product& args, F32x16 sums, int64_t row, int64_t panel) {
-  switch (args.dtype) {
-    case DType::f32: return finish_typed<float>(args, sums, row, panel * kLanes);
-    case DType::bf16: return finish_typed<Bf16>(args, sums, row, panel * kLanes);
-    case DType::f16: return finish_typed<F16>(args, sums, row, panel * kLanes);
-    case DType::i8: return;
-  }
+template <int kRows>
+inline void finish(const Product& args, const F32x16 (&y)[kRows], int64_t row, int64_t panel) {
+  F32x16 sums[kRows];
+  unrolled<kRows>([&](auto r) { sums[r] = y[r]; });
+  finish(args, sums, kRows, row, panel);
 }
 
 // For few rows several panels at once: a sum waits for its last addition, and more sums keep the unit busy.
@@ -125,8 +126,7 @@ void float_tile(const Product& args, int64_t panel, int64_t row) {
       const F32x16 weights = load(w + (p * inputs + k) * kLanes);
       for (int r = 0; r < kRows; ++r) y[p][r] = fma(splat(x[r * stride + k]), weights, y[p][r]);
     }
-  for (int p = 0; p < kPanels; ++p)
-    for (int r = 0; r < kRows; ++r) finish(args, y[p][r], row + r, panel + p);
+  for (int p = 0; p < kPanels; ++p) finish(args, y[p], row, panel + p);
 }
 
 struct NibbleCodes {
@@ -137,6 +137,7 @@ struct NibbleCodes {
   template <int kHalf, int kRows>
   __attribute__((always_inline)) static void add(const uint8_t* codes, const int8_t* x, int64_t stride, Dot (&dots)[kRows]) {
     unrolled<4>([&](auto i) {
+      __builtin_prefetch(codes + 64 * i + 4096);
       const Line line = load_line(codes + 64 * i);
       if (kHalf != 1) {
         const Line w = low_nibbles(line);
@@ -158,6 +159,7 @@ struct ByteCodes {
   __attribute__((always_inline)) static void add(const uint8_t* codes, const int8_t* x, int64_t stride, Dot (&dots)[kRows]) {
     constexpr int kFirst = kHalf == 1 ? 4 : 0;
     unrolled<kHalf == -1 ? 8 : 4>([&](auto i) {
+      __builtin_prefetch(codes + 64 * (kFirst + i) + 4096);
       const Line w = load_line(codes + 64 * (kFirst + i));
       unrolled<kRows>([&](auto r) { dots[r].add(w, four_inputs(x + r * stride + 4 * (kFirst + i))); });
     });
@@ -214,7 +216,7 @@ void integer_tile(const Product& args, int64_t panel, int64_t row) {
       at += 2 * kLanes;
     }
   }
-  unrolled<kRows>([&](auto r) { finish(args, y[r], row + r, panel); });
+  finish(args, y, row, panel);
 }
 
 template <typename W>

@@ -147,6 +147,26 @@ void take(const void* x, const int64_t* rows, void* y, int64_t bytes, int64_t to
   }
 }
 
+void pack_codes(const PackCodes& args) {
+  const bool nibbles = args.coding == Coding::nibbles;
+  const int64_t blocks = ceil_div(args.columns, kBlock), line = 64, block_bytes = nibbles ? 4 * line : 8 * line;
+  by_ranges(args.rows, args.columns, [&](int64_t first, int64_t last) {
+    for (int64_t row = first; row < last; ++row) {
+      const uint8_t* codes = args.codes + row * args.columns;
+      const int64_t output = args.first + row;
+      uint8_t* y = args.values + output / 16 * blocks * block_bytes + output % 16 * 4;
+      for (int64_t k = 0; k < args.columns; k += kBlock, codes += kBlock, y += block_bytes) {
+        uint8_t block[kBlock] = {};
+        const int64_t count = std::min(kBlock, args.columns - k);
+        for (int64_t i = 0; i < count; ++i) block[i] = static_cast<uint8_t>(codes[i] + args.add);
+        if (nibbles)
+          for (int64_t i = 0; i < kBlock / 2; ++i) block[i] = static_cast<uint8_t>(block[i] | block[16 + i] << 4);
+        for (int64_t i = 0; i < (nibbles ? 4 : 8); ++i) std::memcpy(y + i * line, block + 4 * i, 4);
+      }
+    }
+  });
+}
+
 void attention(const Attention& args, int64_t sequences, const int64_t* query_lens, const int64_t* context_lens) {
   const int64_t group = args.heads / args.cache.heads, partial_size = args.cache.dim + 2;
   const int64_t step = std::max<int64_t>(1, kTaskQueries / group);

@@ -35,6 +35,17 @@ void to_float(const ToFloat& args, int64_t count);
 // y[r] = x[rows[r]], of `bytes` bytes each. Throws std::out_of_range for a row that is not one of `tokens`.
 void take(const void* x, const int64_t* rows, void* y, int64_t bytes, int64_t tokens, int64_t count);
 
+// Puts rows of codes [rows, columns] into the panels of a matrix with as many columns, from row `first` on: `add` is added
+// to each, and it becomes four bits, or eight. docs/kernels.md shows how they lie; what no row reaches is left alone.
+struct PackCodes {
+  const uint8_t* codes;
+  int64_t rows, columns, first;
+  uint8_t add;
+  Coding coding;
+  uint8_t* values;
+};
+void pack_codes(const PackCodes& args);
+
 // query_lens, context_lens: tokens of each sequence in this step, and of its keys in the cache.
 void attention(const Attention& args, int64_t sequences, const int64_t* query_lens, const int64_t* context_lens);
 

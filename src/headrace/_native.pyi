@@ -68,6 +68,13 @@ class Cache:
         blocks: int,
     ) -> None: ...
 
+def pack_codes(codes: int, rows: int, columns: int, first: int, add: int, coding: int, values: int) -> None:
+    """Puts codes `[rows, columns]` into the panels of a matrix, from row `first` on.
+
+    add: to each code, modulo 256. coding: 1 for four bits, 2 for eight. values: address of the panels; see
+    `headrace.ops.packing`.
+    """
+
 class Op:
     """An op whose arguments are settled, addresses among them, but for how much there is of it.
 

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-import torch
-
 from headrace.config import EngineConfig
 from headrace.engine.detokenizer import Detokenizer
 from headrace.engine.request import FinishReason, Request, TokenDelta, check_request
@@ -151,7 +149,7 @@ class Engine:
             dtype="float32" if config.dtype == "auto" else config.dtype,
             kv_cache_dtype=config.kv_cache_dtype,
             kernels=worker.ops.name + (f" ({isa})" if isa else ""),
-            threads=torch.get_num_threads(),
+            threads=worker.threads,
         )
 
     @property

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from headrace.errors import ConfigError, HeadraceError
 from headrace.formats.checkpoint import Weight
-from headrace.ops.packing import LANES, Packed, is_packable, pack
 from headrace.ops.reference import Forward, KVCache, Matrix, Ops, RaggedBatch
 
 try:
@@ -21,6 +20,7 @@ except ImportError as error:
         "or run with backend='reference'"
     ) from error
 else:
+    from headrace.ops.packing import LANES, Packed, is_packable, pack
     from headrace.ops.replay import CHOSEN, MAX_TOKENS, Recording, Replay
 
 # How the kernels number the dtypes (csrc/kernels.h).
@@ -54,6 +54,7 @@ class CpuOps(Ops):
 
     name = "cpu"
     batch_invariant = True
+    own_threads = True
 
     def __init__(self, activation_precision: str = "auto", threads: int | None = None) -> None:
         try:

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from headrace import _native
 from headrace.formats.checkpoint import IntegerWeight, Weight
 
 LANES = 16  # outputs of a panel
@@ -98,24 +99,24 @@ def _alike(a: IntegerWeight, b: IntegerWeight) -> bool:
 
 def _pack_integers(weights: list[IntegerWeight], whole_rows: bool) -> Packed:
     minimums = [w.minimums for w in weights if w.minimums is not None]
-    first, codes = weights[0], torch.cat([w.codes for w in weights])
+    first = weights[0]
     numbers = [torch.cat([w.scales for w in weights])]
     if minimums:
         numbers.append(torch.cat(minimums))
     half = all(torch.equal(n.half().float(), n) for n in numbers)
     stored = [_panels(n.half() if half else n) for n in numbers]
-    outputs, inputs = codes.shape
+    outputs, inputs = sum(len(w.codes) for w in weights), first.codes.shape[1]
     nibbles = first.bits <= 4
-    signed = codes.dtype == torch.int8
+    signed = first.codes.dtype == torch.int8
     # Nibbles are stored from 0 to 15, bytes from -128 to 127.
     offset = (8 if signed else 0) if nibbles else (0 if signed else -128)
-    unsigned = (codes.to(torch.int16) + offset).to(torch.uint8) if offset else codes.view(torch.uint8)
+    coding = NIBBLES if nibbles else BYTES
     whole_row = first.group_size >= inputs
     return Packed(
-        NIBBLES if nibbles else BYTES,
+        coding,
         outputs,
         inputs,
-        _pack_codes(unsigned, nibbles),
+        _pack_codes([w.codes for w in weights], outputs, offset, coding),
         -(-inputs // BLOCK) * BLOCK if whole_row else first.group_size,
         offset,
         stored[0],
@@ -131,15 +132,19 @@ def _panels(numbers: Tensor) -> Tensor:
     return padded.view(-1, LANES, numbers.shape[1]).transpose(1, 2).contiguous()
 
 
-def _pack_codes(codes: Tensor, nibbles: bool) -> Tensor:
-    """uint8 `[outputs, inputs]` to `[panels, blocks, lines, 16, 4]`: a line has four inputs of each output.
+def _pack_codes(pieces: Sequence[Tensor], outputs: int, offset: int, coding: int) -> Tensor:
+    """uint8 or int8 `[outputs_i, inputs]`, one below the other, to uint8 `[panels, blocks, lines, 16, 4]`.
 
-    Bytes have eight lines to a block. Nibbles have four: the low ones are the first sixteen inputs, the high ones the
-    others. What fills up the last panel and the last block meets no output, and activations of zero.
+    A line has four inputs of each output. Bytes have eight lines to a block. Nibbles have four: the low ones are the
+    first sixteen inputs, the high ones the others. What fills up the last panel and the last block meets no output, and
+    activations of zero.
     """
-    outputs, inputs = codes.shape
-    padded = F.pad(codes, (0, -inputs % BLOCK, 0, -outputs % LANES))
-    lines = padded.view(-1, LANES, padded.shape[1] // BLOCK, BLOCK // QUAD, QUAD).permute(0, 2, 3, 1, 4)
-    if not nibbles:
-        return lines.contiguous()
-    return (lines[:, :, :4] | lines[:, :, 4:] << 4).contiguous()
+    inputs = pieces[0].shape[1]
+    lines = BLOCK // QUAD // (2 if coding == NIBBLES else 1)
+    values = torch.zeros(-(-outputs // LANES), -(-inputs // BLOCK), lines, LANES, QUAD, dtype=torch.uint8)
+    first = 0
+    for piece in pieces:
+        codes = piece.contiguous()
+        _native.pack_codes(codes.data_ptr(), len(codes), inputs, first, offset % 256, coding, values.data_ptr())
+        first += len(codes)
+    return values

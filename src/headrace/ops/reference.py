@@ -11,11 +11,11 @@ Unless said otherwise activations are in the model's dtype, and every op compute
 
 import itertools
 import math
+import mmap
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -97,6 +97,9 @@ class Ops:
     # Whether a token's results depend on its own sequence only, bit by bit: not on what else is in the step, on how
     # its prompt was cut into chunks, or on the number of threads. Here torch's products change with the number of rows.
     batch_invariant = False
+
+    # Whether the ops share their work among threads of their own, and torch is better left with one.
+    own_threads = False
 
     # Weights and memory
 
@@ -371,9 +374,16 @@ def integer_linear(x: Tensor, weight: IntegerWeight) -> Tensor:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Zeros that, unlike torch's, take no real memory before they are written."""
+    """Zeros that, unlike torch's, take no real memory before they are written, and then in small pages.
+
+    Large pages, as NumPy would ask for, are 2 MB each, and the first token writes to two for each head of each layer.
+    """
     size = math.prod(shape) * dtype.itemsize
-    return torch.from_numpy(np.zeros(size, np.uint8)).view(dtype).view(shape)
+    if size == 0:
+        return torch.zeros(shape, dtype=dtype)
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
 def _exact_scales(x: Tensor) -> Tensor:

@@ -21,21 +21,28 @@ from headrace.worker.step import SequenceStep, StepPlan, StepResult
 DTYPES = {"auto": torch.float32, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
+# As torch counts the cores, or OMP_NUM_THREADS says; a worker changes it.
+TORCH_THREADS = torch.get_num_threads()
+
+
+def _default_threads() -> int:
+    return TORCH_THREADS if "OMP_NUM_THREADS" in os.environ else min(TORCH_THREADS, available_cpus())
+
+
 class Worker:
     """Loads the model, sizes the cache, and runs steps.
 
     max_model_len: the longest sequence, prompt and output, that this model takes on this machine.
     layout: how the layers share the blocks of the cache. num_blocks: of those; num_host_blocks: of those to swap to.
-    cache_bytes: what the KV cache takes of the memory.
+    cache_bytes: what the KV cache takes of the memory. threads: how many share the work.
     Raises ModelError, or CapacityError where the asked for context does not fit in memory.
     """
 
     def __init__(self, config: EngineConfig, checkpoint: Checkpoint) -> None:
-        if config.threads is not None:
-            torch.set_num_threads(config.threads)
-        elif "OMP_NUM_THREADS" not in os.environ:
-            torch.set_num_threads(min(torch.get_num_threads(), available_cpus()))
-        self.ops = create_ops(config.backend, config.activation_precision, torch.get_num_threads())
+        self.threads = config.threads or _default_threads()
+        self.ops = create_ops(config.backend, config.activation_precision, self.threads)
+        # Threads of torch wait for its next op in a loop, and so would take the cores from the kernels' own.
+        torch.set_num_threads(1 if self.ops.own_threads else self.threads)
         dtype = DTYPES[config.dtype]
         if config.quantization is not None:
             checkpoint = QuantizedOnLoad(checkpoint, config.quantization)
