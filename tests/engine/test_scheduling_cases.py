@@ -5,7 +5,6 @@ off for comparison. `HEADRACE_FULL_LENGTH=1` asks SmolLM2 at full length too, fo
 through the same scheduler, cache and worker, so that this finds faults of the real model's sizes only.
 """
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,13 +19,12 @@ from headrace.models.decoder import Decoder
 from headrace.models.loader import load_decoder
 from headrace.worker import worker
 from helpers.differential import Stream, assert_same, run
+from helpers.full_length import FULL, full_length
 from helpers.model_files import smollm2
 from helpers.t0_engine import numpy_greedy, numpy_logprobs, random_prompt, t0_llm
 from helpers.tiny import save_t0, t0_config
 
 BYTES_PER_TOKEN = 2 * 2 * 2 * 16 * 4
-FULL = os.environ.get("HEADRACE_FULL_LENGTH") == "1"
-full_length = pytest.mark.skipif(not FULL, reason="set HEADRACE_FULL_LENGTH=1 to run it")
 
 
 def greedy(count: int, **more: int) -> SamplingParams:

@@ -3,8 +3,6 @@
 `HEADRACE_FULL_LENGTH=1` adds ten prompts of each with 64 tokens, in batches and chunks of all sizes: some ten minutes.
 """
 
-import os
-
 import pytest
 import torch
 
@@ -12,6 +10,7 @@ from headrace import LLM, SamplingParams
 from headrace.engine.request import Request
 from helpers import real_models
 from helpers.decoding import DecoderRunner, relative_error
+from helpers.full_length import full_length
 from helpers.real_models import limit, transformers_greedy, transformers_logprobs, transformers_model
 
 TEXTS = [
@@ -38,7 +37,6 @@ TEXTS = [
 ]
 TEN = TEXTS[:10]
 TIE = 1e-3
-FULL = os.environ.get("HEADRACE_FULL_LENGTH") == "1"
 
 
 class Truth:
@@ -137,7 +135,7 @@ def test_prompts_in_chunks(smollm2: Truth, chunk: int, prompts: int) -> None:
     smollm2.check(prompts, 6)
 
 
-@pytest.mark.skipif(not FULL, reason="set HEADRACE_FULL_LENGTH=1 to run it")
+@full_length
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize(("seqs", "chunk"), [(1, 2048), (3, 2048), (17, 2048), (1, 1), (7, 7), (8, 16), (8, 64)])
 def test_ten_prompts_and_64_tokens(truth: Truth, seqs: int, chunk: int) -> None:

@@ -9,11 +9,14 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from helpers.full_length import FULL, full_length
 from helpers.http_client import request_bytes
+from helpers.model_files import smollm2
 from helpers.server_process import COMPLETION, Process, process
 
 MAX_FILES = 1250  # the server keeps some 200 of them for itself
@@ -190,7 +193,7 @@ def test_slow_clients(server: Process) -> None:
         slow += [
             never_ends(request_bytes("/v1/completions", b"", content_length="10000000") + b"{") for _ in range(100)
         ]
-        slow += [never_reads() for _ in range(20)]
+        slow += [never_reads() for _ in range(100 if FULL else 20)]
         await asyncio.wait_for(asyncio.gather(*slow), 100)
         done.set()
         return await watching
@@ -244,3 +247,27 @@ def test_two_thousand_malformed_requests(server: Process) -> None:
     asyncio.run(all_of_them())
     assert server.post(prompt="The capital", max_tokens=8, temperature=0).json()["choices"] == before
     resources.wait_until_idle()
+
+
+@full_length
+@pytest.mark.timeout(0)
+def test_memory_does_not_grow_with_what_is_generated(tmp_path: Path) -> None:
+    schema = {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}
+    grammar = {"type": "json_schema", "json_schema": {"name": "note", "schema": schema}}
+    body = {"model": "smol", "prompt": "Write about B-trees.", "max_tokens": 200, "ignore_eos": True}
+    body |= {"temperature": 0.7, "seed": 1}
+    with process(tmp_path, smollm2(), "--served-model-name", "smol") as server:
+        server.wait_for("/ready")
+        resources = Resources(server)
+        seen = []
+        for run in range(300):
+            more = {"stream": run % 2 == 0} | ({"logprobs": 2, "response_format": grammar} if run % 3 == 0 else {})
+            assert server.post(**body | more).status_code == 200
+            if run >= 60 and run % 30 == 0:
+                held = sum(p.memory_full_info().uss for p in resources.processes)
+                seen.append((held, resources.files(), resources.threads()))
+        memory, files, threads = zip(*seen, strict=True)
+        # Bytes for each token, by least squares, of which there are 6000 between two measurements.
+        slope = float(np.polyfit(np.arange(len(memory)) * 6000, memory, 1)[0])
+        assert slope < 100, memory
+        assert len(set(files)) == len(set(threads)) == 1

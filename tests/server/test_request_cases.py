@@ -1,8 +1,9 @@
 """What requests mean, on SmolLM2: streams, sampling, lengths and templates, told from other engines' bug reports."""
 
 import json
-import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ from headrace.errors import RequestError
 from headrace.formats.tokenizer import Tokenizer
 from headrace.server.config import ServerConfig
 from headrace.server.tokenize import tokenized
+from helpers.full_length import FULL, full_length
 from helpers.http_server import RunningServer, running_server
 from helpers.model_files import smollm2
 from helpers.tiny import BOS, VOCAB, t0_tokenizer
@@ -116,29 +118,47 @@ class TestStreams:
         assert [c["choices"][0]["delta"].get("role") for c in chunks] == ["assistant"] + [None] * (len(chunks) - 1)
         assert len(list(smol.client.chat.completions.create(**body))) > 1
 
+    @full_length
+    @pytest.mark.timeout(0)
+    def test_the_form_of_chunks_while_a_long_prompt_is_computed(self, smol: RunningServer) -> None:
+        """With comments that keep the connection alive, which are nothing to the client."""
+        with ThreadPoolExecutor() as pool:
+            long = pool.submit(complete, smol, prompt=words(6000), max_tokens=1)
+            while not long.done():
+                self.test_the_form_of_chunks(smol)
+            body = {"model": "smol", "prompt": words(7000), "max_tokens": 1, "stream": True}
+            response = smol.post("completions", **body)
+        assert len(events(response)) == 1
+        assert b"\n\n: keep-alive\n\n" in b"\n\n" + response.content, "the prompt was too short to be waited for"
+
 
 class TestSampling:
     def test_a_seed_decides_whatever_runs_beside_it(self, smol: RunningServer) -> None:
-        def run(results: list[str], seed: int | None, **body: Any) -> None:
-            results.append(complete(smol, **{"seed": seed} | body)["choices"][0]["text"])
+        rounds = 5 if FULL else 1
+        seeded = {"prompt": "Once upon a time", "max_tokens": 24, "temperature": 1.0, "seed": 1234}
+        free = {"prompt": words(40), "max_tokens": 64 if FULL else 24, "temperature": 1.3}
+        alone = complete(smol, **seeded)["choices"][0]["text"]
 
-        seeded = {"prompt": "Once upon a time", "max_tokens": 8, "temperature": 1.0}
-        alone: list[str] = []
-        run(alone, 1234, **seeded)
-        together: list[str] = []
-        others: list[str] = []
-        threads = [
-            threading.Thread(
-                target=run, args=(others, None), kwargs={"prompt": words(40), "max_tokens": 10, "temperature": 1.3}
-            )
-            for _ in range(2)
-        ] + [threading.Thread(target=run, args=(together, 1234), kwargs=seeded) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert together == alone * 2
-        assert others[0] != others[1]
+        def together(*bodies: dict[str, Any]) -> list[str]:
+            """The texts of requests that begin one after the other, 20 ms apart."""
+            with ThreadPoolExecutor() as pool:
+                running = []
+                for body in bodies:
+                    running.append(pool.submit(complete, smol, **body))
+                    time.sleep(0.02)
+                return [answer.result()["choices"][0]["text"] for answer in running]
+
+        others = []
+        for _ in range(rounds):
+            first, text = together(free, seeded)
+            assert text == alone
+            text, second = together(seeded, free)
+            assert text == alone
+            others += [first, second]
+        assert len(set(others)) == len(others)
+        seeds = [seeded | {"seed": seed} for seed in (1, 1234, 3, 4, 5)]
+        assert together(*seeds)[1] == alone
+        assert together(*reversed(seeds))[3] == alone
 
     def test_greedy_takes_the_first_of_the_list(self, smol: RunningServer) -> None:
         results = []
@@ -197,14 +217,19 @@ class TestSampling:
         assert chat(smol, max_tokens=2, logit_bias={"17": 100})["choices"][0]["message"]["content"] == "!!"
 
     def test_ends_of_the_filters(self, smol: RunningServer) -> None:
-        body = {"prompt": "Once upon a", "max_tokens": 1, "temperature": 2.0}
+        def texts(**body: Any) -> list[str]:
+            with ThreadPoolExecutor(8) as pool:
+                asked = {"prompt": "Once upon a", "max_tokens": 1, "temperature": 2.0} | body
+                seeds = range(1, 41 if FULL else 13)
+                return list(pool.map(lambda seed: complete(smol, **asked, seed=seed)["choices"][0]["text"], seeds))
+
         greedy = complete(smol, prompt="Once upon a", max_tokens=1)["choices"][0]["text"]
-        free = [complete(smol, **body, seed=seed)["choices"][0]["text"] for seed in range(6)]
-        assert len(set(free)) >= 3
+        free = texts()
+        assert len(set(free)) >= 5
         for k in (0, -1, 1_000_000):
-            assert complete(smol, **body, top_k=k, seed=4)["choices"][0]["text"] == free[4]
+            assert texts(top_k=k) == free
         for only in ({"top_k": 1}, {"min_p": 1.0}):
-            assert complete(smol, **body, **only, seed=4)["choices"][0]["text"] == greedy
+            assert set(texts(**only)) == {greedy}
         assert refused(smol, "completions", top_k=-2)["param"] == "top_k"
         assert refused(smol, "completions", min_p=1.5)["param"] == "min_p"
         assert refused(smol, "completions", top_p=0)["param"] == "top_p"
@@ -342,7 +367,7 @@ SAVE_NOTE = {
 
 
 class TestTools:
-    @pytest.mark.parametrize("limit", [1, 16])
+    @pytest.mark.parametrize("limit", [1, 4, 8, 12, 16, 24, 32, 400] if FULL else [1, 8, 16, 32])
     def test_a_call_cut_by_the_limit(self, smol: RunningServer, limit: int) -> None:
         body: dict[str, Any] = {
             "model": "smol",
