@@ -10,8 +10,6 @@ tensors. Then the pool alone.
 import argparse
 import time
 from statistics import median
-from types import SimpleNamespace
-from typing import Any
 
 from headrace.kvcache.block_pool import BlockPool
 from headrace.kvcache.manager import CacheManager
@@ -19,8 +17,8 @@ from headrace.kvcache.prefix_index import PrefixIndex
 from headrace.sampling.params import SamplingParams
 from headrace.scheduler.scheduler import Limits, Scheduler
 from headrace.scheduler.sequence import Sequence
+from headrace.worker.batch import ragged_batches
 from headrace.worker.cache_layout import CacheLayout
-from headrace.worker.worker import Worker
 
 BLOCK = 32
 
@@ -35,13 +33,12 @@ def milliseconds_per_step(sequences: int, context: int, steps: int) -> tuple[flo
     for i in range(sequences):
         known[i] = Sequence(i, 0, [i, *range(context - 1)], context, params, 0, context + steps + 2)
         s.add(known[i])
-    worker: Any = SimpleNamespace(config=SimpleNamespace(block_size=BLOCK), layout=layout)
 
     def run() -> tuple[float, float]:
         begin = time.thread_time()
         plan = s.schedule()
         planned = time.thread_time()
-        Worker._batches(worker, plan.sequences)
+        ragged_batches(plan.sequences, BLOCK, len(layout.windows))
         prepared = time.thread_time()
         for step in plan.sequences:
             s.advance(known[step.seq_id], len(step.token_ids))

@@ -19,47 +19,72 @@ KV_CACHE_LAYOUTS = ("auto", "paged", "contiguous")
 PREEMPTION_MODES = ("auto", "recompute", "swap")
 BACKENDS = ("auto", "reference", "cpu")
 ACTIVATION_PRECISIONS = ("auto", "float32")
-SPECULATIVE_METHODS = ("ngram",)
+DRAFT_SAMPLE_METHODS = ("coupled", "probabilistic")
 MAX_SPECULATIVE_TOKENS = 32
+
+# The settings of each method, beside those that all have.
+SPECULATIVE_METHODS = {
+    "ngram": ("prompt_lookup_max", "prompt_lookup_min"),
+    "draft_model": ("model", "quantization", "draft_sample_method"),
+    "self": ("num_layers", "draft_sample_method"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class SpeculativeConfig:
     """How tokens are guessed ahead. The names are vLLM's where the meaning is the same.
 
-    method: "ngram" looks for the last few tokens further to the front, in prompt and output.
+    method: "ngram" looks for the last few tokens further to the front, in prompt and output; "draft_model" asks a
+        smaller model with the same tokenizer; "self" asks the first layers of the model itself.
     num_speculative_tokens: the longest draft.
     prompt_lookup_max, prompt_lookup_min: for "ngram", how many tokens are looked for, at most and at least.
+    model: for "draft_model", which one, as the model itself is given. quantization: of it, as EngineConfig has it.
+    num_layers: for "self", how many layers; None for half of them.
+    draft_sample_method: how a model draws a draft for a request with a temperature. "coupled" with the random numbers
+        of the request's own tokens, and the output is what it is without speculation, token by token; "probabilistic"
+        with others, and the output has the same distribution.
     """
 
     method: str
     num_speculative_tokens: int = 4
     prompt_lookup_max: int = 4
     prompt_lookup_min: int = 2
+    model: str | None = None
+    quantization: str | None = None
+    num_layers: int | None = None
+    draft_sample_method: str = "coupled"
 
     def __post_init__(self) -> None:
-        if self.method not in SPECULATIVE_METHODS:
-            raise ConfigError(f"method must be one of {', '.join(SPECULATIVE_METHODS)}, not {self.method!r}")
         for name, high in (
             ("num_speculative_tokens", MAX_SPECULATIVE_TOKENS),
             ("prompt_lookup_max", 32),
             ("prompt_lookup_min", 32),
+            ("num_layers", 1000),
         ):
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= high:
+            is_given = value is not None or name != "num_layers"
+            if is_given and (not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= high):
                 raise ConfigError(f"{name} must be an integer from 1 to {high}, not {value!r}")
         if self.prompt_lookup_min > self.prompt_lookup_max:
             raise ConfigError(
                 f"prompt_lookup_min ({self.prompt_lookup_min}) must be at most prompt_lookup_max "
                 f"({self.prompt_lookup_max})"
             )
+        if self.method == "draft_model" and (not isinstance(self.model, str) or not self.model):
+            raise ConfigError(f"model must be the draft model's path or hub name, not {self.model!r}")
+        for name, choices in (("quantization", QUANTIZATIONS), ("draft_sample_method", DRAFT_SAMPLE_METHODS)):
+            if getattr(self, name) not in choices:
+                known = ", ".join(choice for choice in choices if choice is not None)
+                raise ConfigError(f"{name} must be one of {known}, not {getattr(self, name)!r}")
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> "SpeculativeConfig":
-        """Raises ConfigError for an unknown key too."""
-        reject_unknown(settings, (f.name for f in fields(cls)), "setting")
-        if "method" not in settings:
-            raise ConfigError(f"method is missing; it is one of {', '.join(SPECULATIVE_METHODS)}")
+        """Raises ConfigError also for a key that is unknown, or that another method has."""
+        method = settings.get("method")
+        if method not in SPECULATIVE_METHODS:
+            raise ConfigError(f"method must be one of {', '.join(SPECULATIVE_METHODS)}, not {method!r}")
+        known = ("method", "num_speculative_tokens", *SPECULATIVE_METHODS[method])
+        reject_unknown(settings, known, f"setting of the method {method}")
         return cls(**settings)
 
 

@@ -22,6 +22,7 @@ from headrace.engine.request import Request
 from headrace.kvcache import manager
 from headrace.kvcache.prefix_index import PrefixIndex
 from headrace.ops.reference import RaggedBatch
+from headrace.worker import worker
 from headrace.worker.cache_layout import CacheLayout
 from headrace.worker.step import SequenceStep
 from headrace.worker.worker import Worker
@@ -162,17 +163,16 @@ class TestPlantedFaults:
 
     def test_a_wrong_slot(self, t0_model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
         """The last token of each block goes to the place before it."""
-        right: Callable[[Worker, list[SequenceStep]], list[RaggedBatch]] = Worker._batches
+        right = worker.ragged_batches
 
-        def wrong(worker: Worker, steps: list[SequenceStep]) -> list[RaggedBatch]:
-            batches = right(worker, steps)
-            size = worker.config.block_size
+        def wrong(steps: list[SequenceStep], size: int, num_groups: int) -> list[RaggedBatch]:
+            batches = right(steps, size, num_groups)
             for batch in batches:
                 if size > 1:
                     batch.slots[batch.slots % size == size - 1] -= 1
             return batches
 
-        monkeypatch.setattr(Worker, "_batches", wrong)
+        monkeypatch.setattr(worker, "ragged_batches", wrong)
         self.assert_noticed(t0_model)
 
     def test_a_block_of_another_prefix(self, t0_model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,27 +200,27 @@ class TestPlantedFaults:
 
     def test_a_block_freed_too_early(self, t0_model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
         """A sequence reads its first block from where another one's lies."""
-        right: Callable[[Worker, list[SequenceStep]], list[RaggedBatch]] = Worker._batches
+        right = worker.ragged_batches
 
-        def wrong(worker: Worker, steps: list[SequenceStep]) -> list[RaggedBatch]:
-            batches = right(worker, steps)
+        def wrong(steps: list[SequenceStep], size: int, num_groups: int) -> list[RaggedBatch]:
+            batches = right(steps, size, num_groups)
             for batch in batches:
                 batch.block_tables[:, 0] = batch.block_tables[0, 0].clone()
             return batches
 
-        monkeypatch.setattr(Worker, "_batches", wrong)
+        monkeypatch.setattr(worker, "ragged_batches", wrong)
         self.assert_noticed(t0_model)
 
     def test_a_group_of_layers_with_the_blocks_of_another(
         self, mixed_model: Model, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        right: Callable[[Worker, list[SequenceStep]], list[RaggedBatch]] = Worker._batches
+        right = worker.ragged_batches
 
-        def wrong(worker: Worker, steps: list[SequenceStep]) -> list[RaggedBatch]:
-            first, *others = right(worker, steps)
+        def wrong(steps: list[SequenceStep], size: int, num_groups: int) -> list[RaggedBatch]:
+            first, *others = right(steps, size, num_groups)
             return [first] * (1 + len(others))
 
-        monkeypatch.setattr(Worker, "_batches", wrong)
+        monkeypatch.setattr(worker, "ragged_batches", wrong)
         self.assert_noticed(mixed_model)
 
     def test_a_window_one_token_too_narrow(self, mixed_model: Model, monkeypatch: pytest.MonkeyPatch) -> None:

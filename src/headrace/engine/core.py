@@ -118,9 +118,8 @@ class Engine:
         config = self.config.speculation
         if config is None:
             return None
-        return Speculation(
-            NgramProposer(config.prompt_lookup_max, config.prompt_lookup_min), config.num_speculative_tokens
-        )
+        proposer = self.worker.proposer or NgramProposer(config.prompt_lookup_max, config.prompt_lookup_min)
+        return Speculation(proposer, config.num_speculative_tokens)
 
     @cached_property
     def _grammars(self) -> "Grammars":

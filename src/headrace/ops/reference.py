@@ -338,6 +338,18 @@ class Ops:
         """Draws one token per row; see `headrace.ops.sample.sample`. logits: float32 `[N, V]`. Returns int64 `[N]`."""
         return sampling.sample(logits, temperature, top_k, top_p, min_p, uniform, xtc_threshold)
 
+    def distribution(
+        self,
+        logits: Tensor,
+        temperature: Tensor,
+        top_k: Tensor,
+        top_p: Tensor,
+        min_p: Tensor,
+        xtc_threshold: Tensor | None = None,
+    ) -> Tensor:
+        """From what `sample` draws; see `headrace.ops.sample.distribution`. Returns float64 `[N, V]`."""
+        return sampling.distribution(logits, temperature, top_k, top_p, min_p, xtc_threshold)
+
     def logprobs(self, logits: Tensor, token_ids: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor]:
         """Log-probabilities of the given tokens and of the `top` best; see `headrace.ops.sample.logprobs`."""
         return sampling.logprobs(logits, token_ids, top)

@@ -64,6 +64,36 @@ def sample(
     return tokens
 
 
+def distribution(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    xtc_threshold: Tensor | None = None,
+) -> Tensor:
+    """From what `sample` draws: the probability of each token, float64 [N, V], given the same arguments.
+
+    That is 1 for a single token in a row whose temperature is 0, or that has no finite logit.
+    """
+    always = torch.zeros(len(logits), dtype=torch.float64, device=logits.device)
+    tokens = sample(logits, torch.zeros_like(temperature), top_k, top_p, min_p, always)
+    probabilities = torch.zeros(logits.shape, dtype=torch.float64, device=logits.device)
+    probabilities[torch.arange(len(logits)), tokens] = 1.0
+    logits = _without_nan(logits)
+    best = logits.max(-1).values
+    rows = ((temperature >= SMALLEST_TEMPERATURE) & best.isfinite()).nonzero().squeeze(-1)
+    if len(rows):
+        settings = [x[rows, None] for x in (best, temperature, top_k, top_p, min_p)]
+        xtc = None if xtc_threshold is None else xtc_threshold[rows, None]
+        shares, columns = _shares(logits.index_select(0, rows), xtc, *settings)
+        kept = shares.double() / shares.cumsum(-1, dtype=torch.float64)[:, -1:]
+        probabilities[rows] = 0.0
+        columns = torch.arange(logits.shape[1], device=logits.device) if columns is None else columns
+        probabilities[rows[:, None], columns] = kept
+    return probabilities
+
+
 def _draw(
     logits: Tensor,
     xtc_threshold: Tensor | None,
@@ -75,6 +105,25 @@ def _draw(
     uniform: Tensor,
 ) -> Tensor:
     """One draw from each row of `logits` [n, V], with settings [n, 1]; `best` is each row's largest logit, finite."""
+    shares, columns = _shares(logits, xtc_threshold, best, temperature, top_k, top_p, min_p)
+    # In float64 `uniform * total` is below the total for every uniform below 1, so that a token is always found; and
+    # the sum exceeds it for the first time at a token whose share is not 0.
+    cumulative = shares.cumsum(-1, dtype=torch.float64)
+    tokens = torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True).squeeze(-1)
+    return tokens if columns is None else columns[tokens]
+
+
+def _shares(
+    logits: Tensor,
+    xtc_threshold: Tensor | None,
+    best: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+) -> tuple[Tensor, Tensor | None]:
+    """Each token's probability as a share of the most likely one's, after the filters: of all tokens [n, V], or of
+    those columns [V'], in order, that some row may keep."""
     top_k = top_k.where(top_k < logits.shape[1], 0)
     least = columns = None
     if top_k.any():
@@ -83,7 +132,7 @@ def _draw(
         # What no row keeps need not go through the rest.
         columns = (logits >= least).any(0).nonzero().squeeze(-1)
         logits = logits.index_select(1, columns)
-    # Each token's probability as a share of the most likely one's. No exponent is above 0, so nothing can overflow.
+    # No exponent is above 0, so nothing can overflow.
     shares = ((logits - best) / temperature.float()).exp_()
     if least is not None:
         _keep(shares, logits, least)
@@ -93,11 +142,7 @@ def _draw(
         _keep(shares, shares, min_p.float())
     if xtc_threshold is not None and (xtc_threshold <= 1).any():
         _exclude_top_choices(shares, xtc_threshold)
-    # In float64 `uniform * total` is below the total for every uniform below 1, so that a token is always found; and
-    # the sum exceeds it for the first time at a token whose share is not 0.
-    cumulative = shares.cumsum(-1, dtype=torch.float64)
-    tokens = torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True).squeeze(-1)
-    return tokens if columns is None else columns[tokens]
+    return shares, columns
 
 
 def _keep(shares: Tensor, values: Tensor, least: Tensor) -> None:

@@ -25,25 +25,42 @@ def draw(ops: Ops, logits: Tensor, requests: list[SampleRequest]) -> list[int]:
     """
     if not requests:
         return []
+    positions = [uniform(r.seed, r.index, r.position) if r.params.temperature else 0.0 for r in requests]
+    draws = torch.tensor(positions, dtype=torch.float64, device=logits.device)
+    temperature, top_k, top_p, min_p, xtc_threshold = _settings(logits, requests)
+    tokens = ops.sample(adjusted(logits, requests), temperature, top_k, top_p, min_p, draws, xtc_threshold)
+    drawn: list[int] = tokens.tolist()
+    return drawn
+
+
+def distribution(ops: Ops, logits: Tensor, requests: list[SampleRequest]) -> Tensor:
+    """From what `draw` draws for each request: the probability of each token, float64 [N, V]."""
+    temperature, top_k, top_p, min_p, xtc_threshold = _settings(logits, requests)
+    return ops.distribution(adjusted(logits, requests), temperature, top_k, top_p, min_p, xtc_threshold)
+
+
+def drawn_from(weights: Tensor, number: float) -> int:
+    """The token that a number in [0, 1) stands for, where each is as likely as its weight (float64 [V], not all 0)."""
+    cumulative = weights.cumsum(0)
+    return int(torch.searchsorted(cumulative, number * cumulative[-1], right=True))
+
+
+def _settings(logits: Tensor, requests: list[SampleRequest]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """Temperature, top_k, top_p, min_p and XTC's threshold of each request, as `Ops.sample` has them."""
     vocabulary = logits.shape[1]
     params = [r.params for r in requests]
-    draws = [uniform(r.seed, r.index, r.position) if r.params.temperature else 0.0 for r in requests]
     excluding = [_xtc_threshold(r) for r in requests]
 
     def column(values: list[float] | list[int], dtype: torch.dtype = torch.float64) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=logits.device)
 
-    tokens = ops.sample(
-        adjusted(logits, requests),
+    return (
         column([p.temperature for p in params]),
         column([min(max(p.top_k, 0), vocabulary) for p in params], torch.int64),
         column([p.top_p for p in params]),
         column([p.min_p for p in params]),
-        column(draws),
         column(excluding) if min(excluding) < XTC_OFF else None,
     )
-    drawn: list[int] = tokens.tolist()
-    return drawn
 
 
 def described(ops: Ops, logits: Tensor, token_ids: list[int], requests: list[SampleRequest]) -> list[SampledToken]:

@@ -146,6 +146,7 @@ class Scheduler:
         self._deadlines: list[tuple[float, int, Sequence]] = []
         self._queue_deadlines: list[tuple[float, int, Sequence]] = []
         self._work = Work()  # of the step planned last
+        self._draft_seconds = 0.0  # of that step, spent in making drafts
         self._tokens_per_second = 0.0
         self._stuck: tuple[Sequence, int] | None = None  # who found no room lately, and how many blocks were free then
 
@@ -296,7 +297,8 @@ class Scheduler:
 
     def record(self, seconds: float) -> None:
         """Notes how long the step planned last has taken."""
-        if self._work.tokens and seconds > 0:
+        if self._work.tokens and seconds > self._draft_seconds:
+            seconds -= self._draft_seconds
             self.cost.observe(self._work, seconds)
             self._tokens_per_second += 0.1 * (self._work.tokens / seconds - self._tokens_per_second)
 
@@ -382,7 +384,9 @@ class Scheduler:
         Nobody gives way to a guess: all that runs has been planned already, and beyond the blocks that guesses take,
         each running sequence could still have one.
         """
-        if self.speculation is None:
+        self._draft_seconds = 0.0
+        # Blocks that have yet to go to the host may be some of those that a proposer would write to now.
+        if self.speculation is None or self.cache.swap_out:
             return {}
         size, pool, room = self.cache.pool.block_size, self.cache.pool, draft.room_for_drafts
         reserve = len(self.running) * len(self.cache.windows)
@@ -399,10 +403,15 @@ class Scheduler:
             if most > 0:
                 room -= most
                 (sample,) = sequence.sample_requests(masked=False)
-                requests.append(DraftRequest(sequence.seq_id, tokens, most, table.blocks, sample, sequence.tenant))
+                request = DraftRequest(sequence.seq_id, tokens, most, table.blocks, sample, sequence.tenant)
+                request.stop_ids, request.has_grammar = sequence.stop_ids, sequence.constraint is not None
+                requests.append(request)
         by_id = {sequence.seq_id: sequence for sequence in decoding}
         guesses: dict[int, list[int]] = {}
-        for request, guess in zip(requests, self.speculation.propose(requests), strict=True):
+        before = self.speculation.seconds
+        proposed = self.speculation.propose(requests)
+        self._draft_seconds = self.speculation.seconds - before
+        for request, guess in zip(requests, proposed, strict=True):
             guesses[request.seq_id] = guess = by_id[request.seq_id].sensible(guess)
             draft.put_draft(len(request.token_ids), len(guess))
         return guesses

@@ -16,6 +16,8 @@ class DraftRequest:
     block_tables: as SequenceStep has them, with room for the draft.
     sample: how the sequence's next token will be drawn.
     tenant: whose sequence it is; nobody may learn from a draft what others wrote.
+    stop_ids: tokens that end the sequence: a draft goes on to the first of them at most.
+    has_grammar: whether the draft will be cut where it does not fit a grammar.
     """
 
     seq_id: int
@@ -24,6 +26,8 @@ class DraftRequest:
     block_tables: "list[array[int]]"
     sample: SampleRequest
     tenant: str = ""
+    stop_ids: tuple[int, ...] = ()
+    has_grammar: bool = False
 
 
 class Proposer(Protocol):

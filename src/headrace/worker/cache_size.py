@@ -29,12 +29,19 @@ class CacheSize:
     block_bytes: int
 
 
-def size_cache(config: EngineConfig, model: DecoderConfig, dtype: torch.dtype, available: Available) -> CacheSize:
+def size_cache(
+    config: EngineConfig,
+    model: DecoderConfig,
+    dtype: torch.dtype,
+    available: Available,
+    draft: DecoderConfig | None = None,
+) -> CacheSize:
     """Fits the cache into memory, and says how it came out.
 
     dtype: in which keys and values are stored; see `Ops.kv_cache`.
     available: once the weights are loaded. The cache takes `config.kv_cache_memory` of it, or the share that
         `config.gpu_memory_utilization` allows, but no more than `max_num_seqs` sequences of the greatest length fill.
+    draft: a draft model, all of whose layers have the same blocks as those of this model that see everything.
     Raises CapacityError, saying what would fit, if one such sequence does not fit.
     """
     longest = config.max_model_len
@@ -43,14 +50,14 @@ def size_cache(config: EngineConfig, model: DecoderConfig, dtype: torch.dtype, a
             f"max_model_len {longest} is more than the {model.max_position} tokens that the model was made for; "
             f"use at most {model.max_position}"
         )
-    layout = _layout(config, model)
-    block_bytes = _block_bytes(layout, model, dtype)
+    layout = _layout(config, model, keep_all=draft is not None)
+    block_bytes = _block_bytes(layout, model, dtype, draft)
     budget, source = _budget(config, available)
     length = longest if isinstance(longest, int) else model.max_position
     fitting = layout.longest(budget // block_bytes, length)
     if fitting < length and (isinstance(longest, int) or fitting < 1):
         least = length if isinstance(longest, int) else config.block_size
-        raise CapacityError(_what_would_fit(layout, config, model, least, dtype, available))
+        raise CapacityError(_what_would_fit(layout, config, model, least, dtype, available, draft))
     if fitting < length:
         logger.warning(
             "the context is cut from %d to %d tokens, which is what fits in %s (%s)",
@@ -62,11 +69,12 @@ def size_cache(config: EngineConfig, model: DecoderConfig, dtype: torch.dtype, a
         length = fitting
     most_blocks = layout.blocks_for(length) * config.max_num_seqs
     num_blocks = min(budget // block_bytes, most_blocks)
-    num_host_blocks = min(int(config.swap_space) // block_bytes, most_blocks)
+    host_block_bytes = _block_bytes(layout, model, dtype)
+    num_host_blocks = min(int(config.swap_space) // host_block_bytes, most_blocks)
     if config.swap_space and not num_host_blocks:
         raise CapacityError(
             f"swap_space {_human(int(config.swap_space))} is less than a block of the KV cache: give at least "
-            f"{block_bytes} bytes, or 0 to compute preempted sequences anew"
+            f"{host_block_bytes} bytes, or 0 to compute preempted sequences anew"
         )
     sequences = num_blocks / layout.blocks_for(length)
     tokens = sequences * -(-length // config.block_size) * config.block_size
@@ -84,17 +92,24 @@ def size_cache(config: EngineConfig, model: DecoderConfig, dtype: torch.dtype, a
     return CacheSize(layout, length, num_blocks, num_host_blocks, block_bytes)
 
 
-def _layout(config: EngineConfig, model: DecoderConfig) -> CacheLayout:
+def _layout(config: EngineConfig, model: DecoderConfig, *, keep_all: bool) -> CacheLayout:
+    """keep_all: some layers have to keep all tokens, as a draft model needs them."""
     longest = config.max_model_len if isinstance(config.max_model_len, int) else model.max_position
     # A contiguous cache keeps all that a sequence has, and nothing ever falls out of a window that is longer than it.
     windows = [None if w is None or w >= longest or config.is_contiguous else w for w in model.windows]
+    if keep_all and None not in windows:
+        windows = [None] * len(windows)
     return CacheLayout.of(windows, config.block_size, config.max_num_batched_tokens)
 
 
-def _block_bytes(layout: CacheLayout, model: DecoderConfig, dtype: torch.dtype) -> int:
+def _block_bytes(
+    layout: CacheLayout, model: DecoderConfig, dtype: torch.dtype, draft: DecoderConfig | None = None
+) -> int:
     scale = KV_SCALE_DTYPE.itemsize if dtype == torch.int8 else 0
-    layers = layout.layers_per_group
-    return layout.block_size * model.kv_bytes_per_token(dtype.itemsize, scale, num_layers=layers)
+    per_token = model.kv_bytes_per_token(dtype.itemsize, scale, num_layers=layout.layers_per_group)
+    if draft is not None:
+        per_token += draft.kv_bytes_per_token(dtype.itemsize, scale)
+    return layout.block_size * per_token
 
 
 def _budget(config: EngineConfig, available: Available) -> tuple[int, str]:
@@ -114,16 +129,17 @@ def _what_would_fit(
     length: int,
     dtype: torch.dtype,
     available: Available,
+    draft: DecoderConfig | None,
 ) -> str:
     """The message for a sequence of `length` tokens that does not fit: by how much, and every way out there is."""
     budget, source = _budget(config, available)
-    block_bytes = _block_bytes(layout, model, dtype)
+    block_bytes = _block_bytes(layout, model, dtype, draft)
     needed = layout.blocks_for(length) * block_bytes
     ways = []
     fitting = layout.longest(budget // block_bytes, length)
     if fitting:
         ways.append(f"max_model_len of at most {fitting} (or 'auto')")
-    fitting = layout.longest(budget // _block_bytes(layout, model, torch.int8), length)
+    fitting = layout.longest(budget // _block_bytes(layout, model, torch.int8, draft), length)
     if dtype != torch.int8 and fitting:
         ways.append("kv_cache_dtype int8" + (f" with max_model_len of at most {fitting}" if fitting < length else ""))
     if layout.block_size > 1 and not fitting:

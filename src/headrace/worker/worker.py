@@ -3,19 +3,23 @@
 import os
 from dataclasses import replace
 
-import numpy as np
 import torch
+from torch import Tensor
 
 from headrace.config import EngineConfig
+from headrace.errors import ConfigError
 from headrace.formats.checkpoint import Checkpoint
+from headrace.models.decoder import Decoder
 from headrace.models.loader import load_decoder
 from headrace.ops import create_ops
-from headrace.ops.reference import KVCache, RaggedBatch
+from headrace.ops.reference import KVCache
 from headrace.quantize.on_load import QuantizedOnLoad
 from headrace.sampling.sampler import prompt_logprobs
 from headrace.speculative.verifier import Draft, verify
+from headrace.worker.batch import ragged_batches, select_rows, token_ids
 from headrace.worker.cache_size import size_cache
 from headrace.worker.memory import available_cpus, available_memory
+from headrace.worker.model_proposer import Computed, ModelProposer, open_draft_model
 from headrace.worker.step import SequenceStep, StepPlan, StepResult
 
 DTYPES = {"auto": torch.float32, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -35,6 +39,7 @@ class Worker:
     max_model_len: the longest sequence, prompt and output, that this model takes on this machine.
     layout: how the layers share the blocks of the cache. num_blocks: of those; num_host_blocks: of those to swap to.
     cache_bytes: what the KV cache takes of the memory. threads: how many share the work.
+    proposer: makes drafts, where a model is to make them.
     Raises ModelError, or CapacityError where the asked for context does not fit in memory.
     """
 
@@ -44,10 +49,15 @@ class Worker:
         # Threads of torch wait for its next op in a loop, and so would take the cores from the kernels' own.
         torch.set_num_threads(1 if self.ops.own_threads else self.threads)
         dtype = DTYPES[config.dtype]
+        speculation, draft_model, draft = config.speculation, None, None
+        if speculation is not None and speculation.method == "draft_model":
+            draft_model = open_draft_model(speculation, checkpoint)
         if config.quantization is not None:
             checkpoint = QuantizedOnLoad(checkpoint, config.quantization)
         with torch.inference_mode():
             self.decoder = load_decoder(checkpoint, self.ops, dtype)
+            if draft_model is not None:
+                draft = load_decoder(draft_model, self.ops, dtype)
             kv_dtype = torch.int8 if config.kv_cache_dtype == "int8" else dtype
             if config.is_contiguous:  # is paged, with pages that hold a whole sequence
                 length = config.max_model_len
@@ -55,7 +65,8 @@ class Worker:
                 config = replace(config, block_size=whole)
             self.config = config
             # After the weights are loaded, so that what they take is not counted as free.
-            size = size_cache(config, self.decoder.config, kv_dtype, available_memory())
+            draft_config = None if draft is None else draft.config
+            size = size_cache(config, self.decoder.config, kv_dtype, available_memory(), draft_config)
             self.layout, self.max_model_len = size.layout, size.max_model_len
             self.num_blocks, self.num_host_blocks = size.num_blocks, size.num_host_blocks
             self.cache_bytes = size.num_blocks * size.block_bytes
@@ -65,6 +76,7 @@ class Worker:
             most_blocks = -(-self.max_model_len // config.block_size)
             groups = [group for group, _ in self.layout.places]
             self._forward = self.decoder.ops.replayed(self.decoder.forward, self.caches, groups, most_blocks)
+            self.proposer = self._make_proposer(draft, kv_dtype, most_blocks)
 
     def _kv_caches(self, num_blocks: int, dtype: torch.dtype) -> list[KVCache]:
         """A cache for each place of a group of layers. Every block of it is in use by one of the groups, or free."""
@@ -86,69 +98,53 @@ class Worker:
         steps = plan.sequences
         if not steps:
             return StepResult()
-        ids = torch.tensor([t for s in steps for t in s.token_ids])
-        rows, draws, scored = _select_rows(steps)
-        by_group = self._batches(steps)
+        rows, draws, scored = select_rows(steps)
+        by_group = ragged_batches(steps, self.config.block_size, len(self.layout.windows))
         batches = [by_group[group] for group, _ in self.layout.places]
-        logits = self._forward(ids, batches, self.caches, torch.tensor(rows, dtype=torch.int64))
+        logits = self._forward(token_ids(steps), batches, self.caches, torch.tensor(rows, dtype=torch.int64))
         result = StepResult()
         if draws:
             wanted = [row for step, first in draws for row in range(first, first + len(step.samples))]
-            drafts = [Draft(step.samples, step.draft) for step, _ in draws]
-            tokens = verify(self.ops, logits if len(wanted) == len(logits) else logits[wanted], drafts)
-            result.sampled = {step.seq_id: drawn for (step, _), drawn in zip(draws, tokens, strict=True)}
+            drafts = [Draft(step.samples, step.draft, probabilities=self._probabilities(step)) for step, _ in draws]
+            verdicts = verify(self.ops, logits if len(wanted) == len(logits) else logits[wanted], drafts)
+            result.sampled = {step.seq_id: verdict.tokens for (step, _), verdict in zip(draws, verdicts, strict=True)}
         for step, first, successors in scored:
             part = logits[first : first + len(successors)]
             result.prompt_logprobs[step.seq_id] = prompt_logprobs(self.ops, part, successors, step.prompt_logprobs or 0)
+        if self.proposer is not None:
+            self.proposer.settle(plan, result)
         return result
 
-    def _batches(self, steps: list[SequenceStep]) -> list[RaggedBatch]:
-        """The step as each group of layers sees it: all the same but for the blocks."""
-        counts = np.array([len(s.token_ids) for s in steps])
-        starts = np.array([s.start for s in steps])
-        rows = np.repeat(np.arange(len(steps)), counts)
-        positions = np.arange(len(rows)) + np.repeat(starts + counts - np.cumsum(counts), counts)
-        blocks, places = np.divmod(positions, self.config.block_size)
-        query_lens, context_lens = counts.tolist(), (starts + counts).tolist()
-        shared_positions = torch.from_numpy(positions)
-        batches = []
-        for group in range(len(self.layout.windows)):
-            # All tables in one copy, each with zeros after it to be as long as the longest. (In a loop over them, or
-            # with a mask, this would take longer than everything else here.)
-            own = [s.block_tables[group] for s in steps]
-            width = max(map(len, own))
-            zeros = memoryview(bytes(8 * width))
-            padded = [part for table in own for part in (table, zeros[8 * len(table) :])]
-            tables = np.frombuffer(bytearray().join(padded), np.int64).reshape(len(steps), width)
-            slots = tables[rows, blocks] * self.config.block_size + places
-            batches.append(
-                RaggedBatch(
-                    query_lens, context_lens, shared_positions, torch.from_numpy(slots), torch.from_numpy(tables)
+    def _probabilities(self, step: SequenceStep) -> Tensor | None:
+        """From what the tokens of a step's draft were drawn, as the verifier wants it."""
+        return self.proposer.probabilities_of(step) if self.proposer is not None and step.draft else None
+
+    def _make_proposer(self, draft: Decoder | None, kv_dtype: torch.dtype, most_blocks: int) -> ModelProposer | None:
+        """What makes drafts by a model: the given one, or the first layers of this one; None for other methods."""
+        speculation, size = self.config.speculation, self.config.block_size
+        if speculation is None or speculation.method not in ("draft_model", "self"):
+            return None
+        if draft is None:
+            layers = speculation.num_layers or max(1, len(self.decoder.layers) // 2)
+            if layers > len(self.decoder.layers):
+                raise ConfigError(
+                    f"speculative_config: num_layers is {layers}, and the model has {len(self.decoder.layers)}"
                 )
-            )
-        return batches
-
-
-def _select_rows(
-    steps: list[SequenceStep],
-) -> tuple[list[int], list[tuple[SequenceStep, int]], list[tuple[SequenceStep, int, list[int]]]]:
-    """Which tokens of the step need logits.
-
-    Returns their row numbers in the batch; the steps that draw, each with its first place among those rows; and those
-    whose prompt is scored, each with its first place and the prompt tokens that follow, one per row.
-    """
-    rows: list[int] = []
-    draws: list[tuple[SequenceStep, int]] = []
-    scored: list[tuple[SequenceStep, int, list[int]]] = []
-    start = 0
-    for step in steps:
-        end = start + len(step.token_ids)
-        if step.prompt_logprobs is not None:
-            successors = step.token_ids[1:] + ([] if step.next_prompt_token is None else [step.next_prompt_token])
-            scored.append((step, len(rows), successors))
-            rows += range(start, start + len(successors))
-        if step.samples:
-            draws.append((step, len(rows)))
-            rows += range(end - len(step.samples), end)
-        start = end
-    return rows, draws, scored
+            d = self.decoder
+            draft = Decoder(d.config, d.ops, d.embedding, d.ropes, d.layers[:layers], d.norm, d.head)
+            # They write what the model itself will write there.
+            caches, groups, computed = self.caches[:layers], [g for g, _ in self.layout.places[:layers]], None
+        else:
+            heads, dim = draft.config.num_kv_heads, draft.config.head_dim
+            caches = [self.ops.kv_cache(self.num_blocks, size, heads, dim, kv_dtype) for _ in draft.layers]
+            groups, computed = [0] * len(draft.layers), Computed(self.num_blocks, size)
+        return ModelProposer(
+            draft,
+            caches,
+            groups,
+            size,
+            most_blocks,
+            self.decoder.config.vocab_size,
+            computed,
+            probabilistic=speculation.draft_sample_method == "probabilistic",
+        )
