@@ -236,7 +236,7 @@ def test_a_request_without_it(plain: Engine, ngram: Engine) -> None:
     [
         ("{", "speculative_config is no JSON"),
         ("[1]", "must be a JSON object"),
-        ("{}", "method is missing"),
+        ("{}", "method must be one of ngram, draft_model, self, not None"),
         ('{"method": "eagle"}', "method must be one of"),
         ('{"method": "ngram", "num_speculative_tokens": 0}', "num_speculative_tokens must be an integer from 1 to"),
         ('{"method": "ngram", "num_speculative_tokens": true}', "num_speculative_tokens must be an integer from 1 to"),
