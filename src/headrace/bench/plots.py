@@ -10,6 +10,8 @@ from headrace.errors import ConfigError
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from headrace.bench.simulator import Run
+
 
 def figure(width: float, height: float, rows: int = 1, columns: int = 1) -> "tuple[Figure, Any]":
     """An empty figure in inches and its axes, without a screen. Raises ConfigError without matplotlib."""
@@ -50,4 +52,68 @@ def sweep(rows: Sequence[Row]) -> "Figure":
     for axes in (left, middle, right):
         axes.set_xscale("log", base=2)
         axes.legend(frameon=False)
+    return made
+
+
+def timeline(runs: "Sequence[tuple[str, Run]]") -> "Figure":
+    """Which request runs in which step, one panel for each run, over the same time."""
+    made, panels = figure(11, 2.1 * len(runs) + 0.6, len(runs))
+    longest = max(run.seconds for _, run in runs)
+    for axes, (name, run) in zip(panels, runs, strict=True):
+        places = _places(run)
+        bars: dict[tuple[int, int, str], list[tuple[float, float]]] = {}  # by place, request and kind
+        for begun, ended, spans in run.steps:
+            for span in spans:
+                bars.setdefault((places[span.row], span.request, span.kind), []).append((begun, ended - begun))
+        named = set()
+        for (place, request, kind), pieces in bars.items():
+            look: dict[str, Any] = {"facecolor": "#d9d9d9", "hatch": "////"}
+            if kind != "idle":
+                look = {"facecolor": COLORS[request % len(COLORS)], "alpha": 1.0 if kind == "prompt" else 0.45}
+                if request not in named:
+                    named.add(request)
+                    axes.text(pieces[0][0], place, f" {request + 1}", va="center", fontsize=9, fontweight="bold")
+            axes.broken_barh(pieces, (place - 0.43, 0.86), edgecolor="white", linewidth=0.3, **look)
+        axes.axvline(run.seconds, color="black", linewidth=1)
+        axes.set(xlim=(0, 1.02 * longest), ylabel="place in the batch", yticks=range(max(places.values()) + 1))
+        axes.set_title(f"{name}: {run.seconds:.1f} s", loc="left")
+        axes.invert_yaxis()
+    panels[-1].set_xlabel("seconds; dark: prompt, light: one token each, grey: computed for nothing")
+    return made
+
+
+COLORS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#bcbd22", "#17becf")
+
+
+def _places(run: "Run") -> dict[int, int]:
+    """For each row the place where it is drawn: the first that nobody has at that time."""
+    last = {span.row: i for i, (_, _, spans) in enumerate(run.steps) for span in spans}
+    free: list[int] = []
+    places: dict[int, int] = {}
+    count = 0
+    for i, (_, _, spans) in enumerate(run.steps):
+        for span in spans:
+            if span.row not in places:
+                if not free:
+                    free, count = [count], count + 1
+                places[span.row] = free.pop(0)
+        free = sorted(free + [places[span.row] for span in spans if last[span.row] == i])
+    return places
+
+
+def experiments(rows: Sequence[Row]) -> "Figure":
+    """Throughput, first tokens and worst gaps of every variant of every experiment."""
+    made, panels = figure(12, 0.34 * len(rows) + 1.2, 1, 3)
+    names = [f"{row['experiment']}: {row['variant']}" for row in rows]
+    columns = (
+        ("output_tok_s", "tokens a second"),
+        ("ttft_p99_ms", "TTFT, 99 %, ms"),
+        ("worst_gap_ms", "worst gap, ms"),
+    )
+    for axes, (key, title) in zip(panels, columns, strict=True):
+        kinds = list(dict.fromkeys(row["experiment"] for row in rows))
+        colors = [COLORS[kinds.index(row["experiment"]) % len(COLORS)] for row in rows]
+        axes.barh(range(len(rows)), [row[key] or 0.0 for row in rows], color=colors)
+        axes.set(title=title, yticks=range(len(rows)), yticklabels=names if key == "output_tok_s" else [""] * len(rows))
+        axes.invert_yaxis()
     return made

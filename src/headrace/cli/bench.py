@@ -11,6 +11,7 @@ from headrace.bench.kernels import KernelSettings
 from headrace.bench.latency import LatencySettings
 from headrace.bench.load_settings import ServeSettings, SweepSettings
 from headrace.bench.results import Result, as_text, check_output
+from headrace.bench.simulate_settings import EngineSettings, SimulateSettings
 from headrace.cli.settings import add_engine_flags, add_flags, engine_and_server_config, given
 from headrace.errors import ConfigError
 
@@ -82,6 +83,18 @@ def add_to(commands: Any) -> None:
     one = _add(kinds, "kernels", "single ops of a backend, in the shapes of models", _kernels)
     add_flags(one, "what is measured", KernelSettings)
     _add_threads(one)
+
+    one = _add(kinds, "simulate", "the scheduler and the cache in simulation: ideas with and without", _simulate)
+    add_flags(one, "what is simulated", SimulateSettings)
+    add_flags(one, "engine of a load", EngineSettings)
+    add_flags(one, "requests of a load", DatasetSettings)
+    _add_plot(one)
+    one.add_argument("--timeline", metavar="FILE", help="draw which request runs when, static and continuous")
+
+    one = _add(kinds, "fit", "what a step costs on this machine, for simulations; checked against real runs", _fit)
+    _add_model(one)
+    _add_rounds(one, 2)
+    add_engine_flags(one)
 
 
 def _add(kinds: Any, name: str, help: str, run: Run, **kwargs: Any) -> argparse.ArgumentParser:
@@ -192,3 +205,24 @@ def _kernels(args: argparse.Namespace) -> Result:
     from headrace.bench import kernels
 
     return kernels.run(KernelSettings(**given(args, KernelSettings)), _threads(args))
+
+
+def _simulate(args: argparse.Namespace) -> Result:
+    from headrace.bench import plots, simulate
+
+    settings = SimulateSettings(**given(args, SimulateSettings))
+    engine, dataset = EngineSettings(**given(args, EngineSettings)), DatasetSettings(**given(args, DatasetSettings))
+    if settings.experiment != "load" and (given(args, EngineSettings) or given(args, DatasetSettings)):
+        raise ConfigError("flags of engine and requests are for a load: give --experiment load")
+    result = simulate.run(settings, engine, dataset)
+    if args.plot is not None:
+        plots.save(plots.experiments(result.rows), args.plot)
+    if args.timeline is not None:
+        plots.save(plots.timeline(simulate.timeline(simulate.cost_of(settings))), args.timeline)
+    return result
+
+
+def _fit(args: argparse.Namespace) -> Result:
+    from headrace.bench import fit
+
+    return fit.run(engine_and_server_config(args)[0], args.rounds)
