@@ -25,6 +25,7 @@ MAX_SPECULATIVE_TOKENS = 32
 # The settings of each method, beside those that all have.
 SPECULATIVE_METHODS = {
     "ngram": ("prompt_lookup_max", "prompt_lookup_min"),
+    "suffix": ("prompt_lookup_min",),
     "draft_model": ("model", "quantization", "draft_sample_method"),
     "self": ("num_layers", "draft_sample_method"),
 }
@@ -34,10 +35,13 @@ SPECULATIVE_METHODS = {
 class SpeculativeConfig:
     """How tokens are guessed ahead. The names are vLLM's where the meaning is the same.
 
-    method: "ngram" looks for the last few tokens further to the front, in prompt and output; "draft_model" asks a
-        smaller model with the same tokenizer; "self" asks the first layers of the model itself.
+    method: "ngram" looks for the last few tokens further to the front, in prompt and output; "suffix" for the
+        longest end there is, in recent requests of the same tenant as well; "draft_model" asks a smaller model with the
+        same tokenizer; "self" asks the first layers of the model itself.
     num_speculative_tokens: the longest draft.
-    prompt_lookup_max, prompt_lookup_min: for "ngram", how many tokens are looked for, at most and at least.
+    adaptive: make drafts shorter, or none, where they do not pay; false makes all as long as may be.
+    prompt_lookup_max, prompt_lookup_min: for "ngram" and "suffix" (which has no maximum), how many tokens are looked
+        for, at most and at least.
     model: for "draft_model", which one, as the model itself is given. quantization: of it, as EngineConfig has it.
     num_layers: for "self", how many layers; None for half of them.
     draft_sample_method: how a model draws a draft for a request with a temperature. "coupled" with the random numbers
@@ -47,6 +51,7 @@ class SpeculativeConfig:
 
     method: str
     num_speculative_tokens: int = 4
+    adaptive: bool = True
     prompt_lookup_max: int = 4
     prompt_lookup_min: int = 2
     model: str | None = None
@@ -65,7 +70,9 @@ class SpeculativeConfig:
             is_given = value is not None or name != "num_layers"
             if is_given and (not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= high):
                 raise ConfigError(f"{name} must be an integer from 1 to {high}, not {value!r}")
-        if self.prompt_lookup_min > self.prompt_lookup_max:
+        if not isinstance(self.adaptive, bool):
+            raise ConfigError(f"adaptive must be true or false, not {self.adaptive!r}")
+        if self.method == "ngram" and self.prompt_lookup_min > self.prompt_lookup_max:
             raise ConfigError(
                 f"prompt_lookup_min ({self.prompt_lookup_min}) must be at most prompt_lookup_max "
                 f"({self.prompt_lookup_max})"
@@ -83,7 +90,7 @@ class SpeculativeConfig:
         method = settings.get("method")
         if method not in SPECULATIVE_METHODS:
             raise ConfigError(f"method must be one of {', '.join(SPECULATIVE_METHODS)}, not {method!r}")
-        known = ("method", "num_speculative_tokens", *SPECULATIVE_METHODS[method])
+        known = ("method", "num_speculative_tokens", "adaptive", *SPECULATIVE_METHODS[method])
         reject_unknown(settings, known, f"setting of the method {method}")
         return cls(**settings)
 

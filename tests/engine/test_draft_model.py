@@ -53,7 +53,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def make(directory: Path) -> Make:
     def engine(config: dict[str, Any] | None = None, **given: Any) -> Engine:
-        common = {"block_size": 8, "max_model_len": 120, "speculative_config": config}
+        common = {"block_size": 8, "max_model_len": 120, "speculative_config": config and {"adaptive": False} | config}
         return t0_llm(directory, **(common | given)).engine
 
     return engine
@@ -147,7 +147,10 @@ def test_windows(tmp_path: Path) -> None:
         for i, n in enumerate((3, 40, 70))
     ]
     truth = run(t0_llm(path, block_size=4, max_model_len=120).engine, each)
-    for own in ({"method": "draft_model", "model": str(path)}, {"method": "self"}):
+    for own in (
+        {"method": "draft_model", "model": str(path), "adaptive": False},
+        {"method": "self", "adaptive": False},
+    ):
         engine = t0_llm(path, block_size=4, max_model_len=120, speculative_config=own).engine
         assert_identical(truth, run(engine, each))
         stats = engine.stats()

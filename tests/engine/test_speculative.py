@@ -24,7 +24,9 @@ from helpers.t0_engine import random_prompt, t0_llm
 from helpers.tiny import save_t0
 
 TOKEN_BYTES = 2 * 2 * 2 * 16 * 4
-NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+# Lengths that do not depend on time.
+FIXED = {"num_speculative_tokens": 4, "adaptive": False}
+NGRAM = {"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 1, **FIXED}
 
 
 def ids(text: str) -> list[int]:
@@ -224,6 +226,34 @@ def test_counts(plain: Engine, make: Make) -> None:
     assert stats.num_generated_tokens == sum(len(s.token_ids) for s in truth.values())
 
 
+@pytest.mark.parametrize("config", [{"method": "ngram", "num_speculative_tokens": 8}, {"method": "suffix"}])
+def test_lengths_that_adapt(plain: Engine, make: Make, config: dict[str, Any]) -> None:
+    """How long they are depends on time here; what is said does not."""
+    each = requests(temperature=0.3)
+    engine = make(speculative_config=config, scheduling_policy="fair")
+    truth = run(plain, each)
+    for _ in range(2):
+        assert_identical(truth, run(engine, each))
+    assert engine.scheduler.speculation is not None
+    assert not engine.scheduler.speculation.lengths._records  # nothing is kept of those that have ended
+
+
+def test_the_second_time_the_answer_is_known(plain: Engine, make: Make) -> None:
+    """The suffix method remembers what the same tenant was told, and nobody else."""
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logprobs=0)
+    first = Request("first", random_prompt(30, 7), params, tenant="a")
+    truth = run(plain, [first])
+    steps = {}
+    for tenant in ("a", "b"):
+        engine = make(speculative_config={"method": "suffix", "num_speculative_tokens": 8, "adaptive": False})
+        run(engine, [first])
+        before = engine.stats()
+        assert_identical(truth, run(engine, [replace(first, tenant=tenant)]))
+        steps[tenant] = engine.stats().num_steps - before.num_steps
+    assert steps["a"] <= 8
+    assert steps["b"] > steps["a"]
+
+
 def test_a_request_without_it(plain: Engine, ngram: Engine) -> None:
     each = [replace(r, params=replace(r.params, speculative=False)) for r in requests()]
     before = ngram.stats().num_drafts
@@ -236,12 +266,14 @@ def test_a_request_without_it(plain: Engine, ngram: Engine) -> None:
     [
         ("{", "speculative_config is no JSON"),
         ("[1]", "must be a JSON object"),
-        ("{}", "method must be one of ngram, draft_model, self, not None"),
+        ("{}", "method must be one of ngram, suffix, draft_model, self, not None"),
         ('{"method": "eagle"}', "method must be one of"),
         ('{"method": "ngram", "num_speculative_tokens": 0}', "num_speculative_tokens must be an integer from 1 to"),
         ('{"method": "ngram", "num_speculative_tokens": true}', "num_speculative_tokens must be an integer from 1 to"),
         ('{"method": "ngram", "prompt_lookup_min": 5}', "at most prompt_lookup_max"),
         ('{"method": "ngram", "prompt_lookup_mx": 5}', "did you mean 'prompt_lookup_max'"),
+        ('{"method": "suffix", "prompt_lookup_max": 5}', "unknown setting of the method suffix"),
+        ('{"method": "suffix", "adaptive": 1}', "adaptive must be true or false"),
     ],
 )
 def test_a_wrong_config(config: str, message: str) -> None:

@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from helpers.http_server import RunningServer, running_server
 
 PROMPT = "1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3, 4, 5, 6, 7, 8,"
-CONFIG = '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1}'
+CONFIG = '{"method": "ngram", "num_speculative_tokens": 4, "adaptive": false, "prompt_lookup_min": 1}'
 
 
 @pytest.fixture(scope="module")

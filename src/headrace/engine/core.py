@@ -26,8 +26,11 @@ from headrace.scheduler.policies import FairShare, FirstComeFirstServed, Priorit
 from headrace.scheduler.scheduler import Limits, Scheduler
 from headrace.scheduler.sequence import Sequence, Status
 from headrace.scheduler.static import StaticScheduler
+from headrace.speculative.lengths import DraftLengths
 from headrace.speculative.ngram import NgramProposer
+from headrace.speculative.proposer import Proposer
 from headrace.speculative.speculation import Speculation
+from headrace.speculative.suffix import SuffixProposer
 from headrace.worker.step import PADDING
 from headrace.worker.worker import Worker
 
@@ -118,8 +121,14 @@ class Engine:
         config = self.config.speculation
         if config is None:
             return None
-        proposer = self.worker.proposer or NgramProposer(config.prompt_lookup_max, config.prompt_lookup_min)
-        return Speculation(proposer, config.num_speculative_tokens)
+        proposer: Proposer
+        if self.worker.proposer is not None:
+            proposer = self.worker.proposer
+        elif config.method == "suffix":
+            proposer = SuffixProposer(config.prompt_lookup_min)
+        else:
+            proposer = NgramProposer(config.prompt_lookup_max, config.prompt_lookup_min)
+        return Speculation(proposer, config.num_speculative_tokens, DraftLengths() if config.adaptive else None)
 
     @cached_property
     def _grammars(self) -> "Grammars":

@@ -282,7 +282,7 @@ class Scheduler:
         sequence.token_ids += draft[:count]
         self.waiting.charge(sequence, 0, count)
         if self.speculation is not None:
-            self.speculation.record(len(draft), count)
+            self.speculation.record(sequence.seq_id, len(draft), count)
 
     def advance(self, sequence: Sequence, count: int) -> None:
         """Notes that the next `count` tokens of a sequence are in the cache now."""
@@ -388,33 +388,63 @@ class Scheduler:
         # Blocks that have yet to go to the host may be some of those that a proposer would write to now.
         if self.speculation is None or self.cache.swap_out:
             return {}
-        size, pool, room = self.cache.pool.block_size, self.cache.pool, draft.room_for_drafts
-        reserve = len(self.running) * len(self.cache.windows)
-        requests: list[DraftRequest] = []
+        longest = {}
         for sequence in decoding:
-            tokens, table = sequence.token_ids, sequence.table
             # What is drawn after the draft is the last token at most.
-            most = min(self.speculation.most, room, sequence.max_length - len(tokens) - 1)
-            if most < 1 or not sequence.params.speculative:
-                continue
-            missing = max(0, pool.blocks_for(len(tokens) + most) - len(table.blocks[-1])) * len(self.cache.windows)
-            if missing > pool.num_free - reserve or not self.cache.grow(table, len(tokens) + most):
-                most = min(most, len(table.blocks[-1]) * size - len(tokens))
-            if most > 0:
-                room -= most
-                (sample,) = sequence.sample_requests(masked=False)
-                request = DraftRequest(sequence.seq_id, tokens, most, table.blocks, sample, sequence.tenant)
-                request.stop_ids, request.has_grammar = sequence.stop_ids, sequence.constraint is not None
+            most = min(self.speculation.most, sequence.max_length - len(sequence.token_ids) - 1)
+            if most > 0 and sequence.params.speculative:
+                longest[sequence.seq_id] = most
+        by_id = {sequence.seq_id: sequence for sequence in decoding if sequence.seq_id in longest}
+        requests: list[DraftRequest] = []
+        for seq_id, length in self._draft_lengths(longest, len(decoding), draft).items():
+            request = self._draft_request(by_id[seq_id], length)
+            if request is not None:
                 requests.append(request)
-        by_id = {sequence.seq_id: sequence for sequence in decoding}
-        guesses: dict[int, list[int]] = {}
         before = self.speculation.seconds
         proposed = self.speculation.propose(requests)
         self._draft_seconds = self.speculation.seconds - before
+        guesses: dict[int, list[int]] = {}
         for request, guess in zip(requests, proposed, strict=True):
             guesses[request.seq_id] = guess = by_id[request.seq_id].sensible(guess)
             draft.put_draft(len(request.token_ids), len(guess))
         return guesses
+
+    def _draft_lengths(self, longest: dict[int, int], num_decoding: int, draft: _Draft) -> dict[int, int]:
+        """How long each draft is to be, by sequence; at most as long as `longest` says."""
+        room = draft.room_for_drafts
+        if self.speculation is not None and self.speculation.lengths is not None and longest:
+            work, seconds = draft.work, self.cost.predict(draft.work)
+            context = work.pairs // work.tokens  # a draft's token has as many tokens before it as others, on average
+            one_more = Work(work.tokens + 1, work.pairs + context, work.sequences)
+            token_seconds = self.cost.predict(one_more) - seconds
+            return self.speculation.lengths.choose(longest, num_decoding, seconds, token_seconds, room)
+        lengths = {}
+        for seq_id, most in longest.items():
+            lengths[seq_id] = min(most, room)
+            room -= lengths[seq_id]
+        return lengths
+
+    def _draft_request(self, sequence: Sequence, length: int) -> DraftRequest | None:
+        """Asks for a draft, and takes blocks for it. It is shorter where blocks are short; None for none."""
+        pool, tokens, table = self.cache.pool, sequence.token_ids, sequence.table
+        groups = len(self.cache.windows)
+        missing = max(0, pool.blocks_for(len(tokens) + length) - len(table.blocks[-1])) * groups
+        reserve = len(self.running) * groups
+        if missing > pool.num_free - reserve or not self.cache.grow(table, len(tokens) + length):
+            length = min(length, len(table.blocks[-1]) * pool.block_size - len(tokens))
+        if length < 1:
+            return None
+        (sample,) = sequence.sample_requests(masked=False)
+        return DraftRequest(
+            sequence.seq_id,
+            tokens,
+            length,
+            table.blocks,
+            sample,
+            scope=f"{sequence.tenant}\0{sequence.salt}",
+            stop_ids=sequence.stop_ids,
+            has_grammar=sequence.constraint is not None,
+        )
 
     def _decode_step(self, sequence: Sequence, guess: list[int]) -> SequenceStep:
         """A step of a sequence that decodes: its last token, and perhaps a guess of the next ones."""

@@ -10,8 +10,7 @@ TOKEN_BYTES = array("i").itemsize
 class NgramProposer:
     """Prompt lookup (Saxena 2023, https://github.com/apoorvumang/prompt-lookup-decoding), over prompt and output.
 
-    The last `longest` tokens are looked for, then fewer, down to `shortest`; of several places the last one counts. A
-    text that has come round to its own end goes on as it did before, as in LZ77.
+    The last `longest` tokens are looked for, then fewer, down to `shortest`; of several places the last one counts.
     """
 
     def __init__(self, longest: int, shortest: int) -> None:
@@ -29,18 +28,22 @@ class NgramProposer:
         text = self._texts.setdefault(request.seq_id, bytearray())
         text += array("i", tokens[len(text) // TOKEN_BYTES :]).tobytes()
         for length in range(min(self.longest, len(tokens) - 1), self.shortest - 1, -1):
-            place = _last_place(text, length)
+            place = last_place(text, bytes(text[-length * TOKEN_BYTES :]))
             if place is not None:
-                draft = tokens[place + length : place + length + request.most]
-                while len(draft) < request.most:
-                    draft += draft[: request.most - len(draft)]
-                return draft
+                return following(tokens, place + length, request.most)
         return []
 
 
-def _last_place(text: bytearray, length: int) -> int | None:
-    """Where the last `length` tokens of a text stand in it for the last time before its end, counted in tokens."""
-    pattern = text[-length * TOKEN_BYTES :]
+def following(tokens: list[int], place: int, count: int) -> list[int]:
+    """The tokens from a place on; where they end, they go on as they did before, as in LZ77."""
+    found = tokens[place : place + count]
+    while len(found) < count:
+        found += found[: count - len(found)]
+    return found
+
+
+def last_place(text: bytearray, pattern: bytes) -> int | None:
+    """Where some tokens stand in a text for the last time before its end, counted in tokens."""
     end = len(text) - TOKEN_BYTES
     while (place := text.rfind(pattern, 0, end)) >= 0:
         if place % TOKEN_BYTES == 0:

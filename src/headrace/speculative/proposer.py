@@ -15,7 +15,7 @@ class DraftRequest:
     most: how long the draft may be, at least 1.
     block_tables: as SequenceStep has them, with room for the draft.
     sample: how the sequence's next token will be drawn.
-    tenant: whose sequence it is; nobody may learn from a draft what others wrote.
+    scope: whose sequence it is. What those of another scope say must not come into its draft.
     stop_ids: tokens that end the sequence: a draft goes on to the first of them at most.
     has_grammar: whether the draft will be cut where it does not fit a grammar.
     """
@@ -25,7 +25,7 @@ class DraftRequest:
     most: int
     block_tables: "list[array[int]]"
     sample: SampleRequest
-    tenant: str = ""
+    scope: str = ""
     stop_ids: tuple[int, ...] = ()
     has_grammar: bool = False
 
