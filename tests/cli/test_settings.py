@@ -42,6 +42,17 @@ def test_sizes_and_words_where_a_number_would_do(config_file: Path) -> None:
     assert (engine.max_model_len, engine.kv_cache_memory, engine.swap_space) == (64, 123456, 0)
 
 
+def test_a_setting_that_is_json(config_file: Path) -> None:
+    wanted = {"method": "ngram", "num_speculative_tokens": 2}
+    engine, _ = configs("--speculative-config", '{"method": "ngram", "num_speculative_tokens": 2}')
+    assert engine.speculative_config == wanted
+    config_file.write_text("speculative_config: {method: ngram, num_speculative_tokens: 2}")
+    assert configs("--config", str(config_file))[0] == engine
+    config_file.write_text("speculative-config: [ngram]")
+    with pytest.raises(ConfigError, match="speculative_config must be a string or a mapping"):
+        configs("--config", str(config_file))
+
+
 @pytest.mark.parametrize(
     "text",
     [

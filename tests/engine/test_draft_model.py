@@ -16,16 +16,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace import SamplingParams
+from headrace import SamplingParams, StructuredOutputs
 from headrace.engine.core import Engine
 from headrace.engine.request import Request
 from headrace.errors import ConfigError, ModelError
 from headrace.speculative.proposer import DraftRequest
 from headrace.worker.model_proposer import Computed
 from helpers.differential import Streams, run
+from helpers.distribution import exact_distribution, p_value
 from helpers.families import save_family
-from helpers.t0_engine import random_prompt, t0_llm
-from helpers.tiny import save_t0, t0_config, t0_weights
+from helpers.t0_engine import numpy_logprobs, random_prompt, t0_llm
+from helpers.tiny import EOS, save_t0, t0_config, t0_weights
 
 TOKEN_BYTES = 2 * 2 * 2 * 16 * 4
 STEM = random_prompt(37)
@@ -82,8 +83,10 @@ SITUATIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("method", ["draft_model", "self"])
-@pytest.mark.parametrize("situation", SITUATIONS)
+@pytest.mark.parametrize(
+    ("method", "situation"),
+    [*(("draft_model", situation) for situation in SITUATIONS), ("self", "plain"), ("self", "swap")],
+)
 def test_a_model_as_its_own_draft_is_always_right(
     directory: Path, make: Make, plain: Engine, method: str, situation: str
 ) -> None:
@@ -93,7 +96,7 @@ def test_a_model_as_its_own_draft_is_always_right(
         given["kv_cache_memory"] //= 2  # there is no second cache
     engine = make({"method": method, **own}, **given)
     reference = make(kv_cache_dtype="int8") if "int8" in situation else plain
-    for each in (requests(n=2), requests(temperature=0.9, frequency_penalty=0.5)):
+    for each in (requests(4, n=2), requests(temperature=0.9, frequency_penalty=0.5)):
         truth = run(reference, each)
         assert_identical(truth, run(engine, each, arrivals=range(len(each))))
         longer = [replace(r, prompt_token_ids=[*r.prompt_token_ids, 7, 8]) for r in each]
@@ -137,6 +140,50 @@ def test_a_draft_that_has_missed_some_tokens_catches_up(directory: Path, make: M
     assert_identical(truth, run(engine, each))
     assert_identical(truth, run(engine, each, arrivals=[0, 3, 9]))
     assert engine.stats().num_draft_tokens == engine.stats().num_accepted_tokens > 50
+
+
+class TestProbabilistic:
+    """Drafts with random numbers of their own: another sample of the same distribution."""
+
+    def engine(self, make: Make, draft: Path, **settings: Any) -> Engine:
+        config = {"method": "draft_model", "model": str(draft), "draft_sample_method": "probabilistic"}
+        return make(config, **settings)
+
+    def test_where_both_think_the_same_all_is_accepted(self, directory: Path, make: Make) -> None:
+        engine = self.engine(make, directory)
+        each = requests(temperature=0.9, top_p=0.9, presence_penalty=0.5)
+        first = run(engine, each)
+        stats = engine.stats()
+        assert stats.num_draft_tokens == stats.num_accepted_tokens > 50
+        assert_identical(first, run(engine, each))  # a seed makes it repeatable
+
+    def test_greedy_and_grammars_are_as_without(self, make: Make, plain: Engine, other: Path) -> None:
+        engine = self.engine(make, other)
+        for params in ({}, {"temperature": 1.0, "structured_outputs": StructuredOutputs(regex="[ab ]{3,9}c+")}):
+            each = requests(4, **params)
+            assert_identical(run(plain, each), run(engine, each))
+
+    def test_pairs_of_tokens_have_the_models_distribution(self, make: Make, other: Path) -> None:
+        """Of six tokens, one of which may end the output: the second and the third, which come from drafts."""
+        allowed, prompt, count = [7, 70, 90, 120, 200, EOS], STEM[:9], 512
+        engine = self.engine(make, other, max_num_seqs=128)
+        params = SamplingParams(n=128, max_tokens=3, allowed_token_ids=allowed, temperature=1.5)
+        drawn = run(engine, [Request(f"{i}", prompt, replace(params, seed=i)) for i in range(count // 128)])
+        assert 0 < engine.stats().num_accepted_tokens < engine.stats().num_draft_tokens
+
+        def probabilities(ids: list[int]) -> np.ndarray:
+            return exact_distribution(numpy_logprobs(ids)[-1][allowed], temperature=1.5)
+
+        expected, names = [], {}
+        for first, p in zip(allowed, probabilities(prompt), strict=True):
+            for second, q in zip(allowed, probabilities([*prompt, first]), strict=True):
+                key = (first, second) if first != EOS else (EOS,)
+                if key not in names:
+                    names[key] = len(expected)
+                    expected.append(0.0)
+                expected[names[key]] += p * q
+        numbers = np.array([names[tuple(stream.token_ids[:2])] for stream in drawn.values()])
+        assert p_value(numbers, np.array(expected)) > 1e-3
 
 
 def test_windows(tmp_path: Path) -> None:
