@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 # CMake, Ninja and the tests' programs are those of the virtual environment.
 export PATH := $(abspath $(BIN)):$(PATH)
 
-.PHONY: help serve test lint clean
+.PHONY: help serve test lint compare clean
 
 help: ## show this
 	@sed -n 's/^\([a-z]*\):.*## /make \1|/p' Makefile | column -t -s '|'
@@ -24,6 +24,9 @@ lint: $(VENV)/.installed-dev ## what `make test` does, without the tests
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
+
+compare: $(VENV)/.installed-dev ## Headrace against its peers from PyPI, on this machine; an hour the first time
+	$(BIN)/python bench/compare/compare.py --output-json bench/results/compare.json $(ARGS)
 
 clean: ## remove .venv and everything that was built
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -2,24 +2,20 @@
 
     python bench/http_overhead.py [--model default] [--streams 16] [--tokens 64] [--rounds 5]
 
-Prints a table for docs/performance.md: tokens per second of both with medians and spread, and how long a client on an
+Prints tokens per second of both with medians and spread, and how long a client on an
 idle server waits for its first token beyond what the engine itself takes for it.
 """
 
 import argparse
 import asyncio
-import json
-import re
 import statistics
-import subprocess
-import sys
 import time
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-from urllib.parse import urlsplit
 
 from headrace import LLM, SamplingParams
+from headrace.bench.client import Client, Reply
+from headrace.bench.results import Result, as_text
+from headrace.bench.servers import Started, server
+from headrace.bench.stats import in_turns
 
 PROMPT = "The mill stands where the river"
 SETTINGS = {"max_model_len": 1024, "kv_cache_memory": "512MiB", "enable_prefix_caching": False}
@@ -30,43 +26,11 @@ def flags() -> list[str]:
     return [*given, "--no-enable-prefix-caching"]
 
 
-class Server:
-    def __init__(self, model: str) -> None:
-        program = Path(sys.executable).with_name("headrace")
-        self.process = subprocess.Popen(
-            [program, "serve", model, "--port", "0", *flags()],
-            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-        )  # fmt: skip
-        assert self.process.stdout is not None
-        greeting = ""
-        while "curl" not in greeting:
-            line = self.process.stdout.readline()
-            if not line:
-                raise SystemExit("the server did not start")
-            greeting += line
-        self.model = re.search(r"Serving (\S+) on", greeting)[1]  # type: ignore[index]
-        self.url = urlsplit(re.search(r"http://\S+", greeting)[0])  # type: ignore[index]
-
-    async def stream(self, prompt: list[int], tokens: int) -> list[float]:
-        """The moments at which the client has its tokens, after the one at which it asked."""
-        body = {"model": self.model, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "stream": True}
-        data = json.dumps(body | {"ignore_eos": True}).encode()
-        head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-        head += f"Content-Length: {len(data)}\r\n\r\n"
-        reader, writer = await asyncio.open_connection(self.url.hostname, self.url.port)
-        moments = [time.perf_counter()]
-        writer.write(head.encode() + data)
-        async for line in reader:
-            if line.startswith(b"data: {"):
-                moments.append(time.perf_counter())
-            elif line.startswith(b"data: [DONE]"):
-                break
-        writer.close()
-        return moments
-
-    def stop(self) -> None:
-        self.process.terminate()
-        self.process.wait(60)
+async def stream(url: str, model: str, prompt: list[int], tokens: int) -> Reply:
+    body = {"model": model, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "stream": True}
+    reply = await Client(url).stream("completions", body | {"ignore_eos": True})
+    assert not reply.error, reply.error
+    return reply
 
 
 def offline(llm: LLM, prompts: list[list[int]], tokens: int) -> float:
@@ -77,10 +41,10 @@ def offline(llm: LLM, prompts: list[list[int]], tokens: int) -> float:
     return sum(len(o.outputs[0].token_ids) for o in outputs) / seconds
 
 
-def online(server: Server, prompts: list[list[int]], tokens: int) -> float:
+def online(server: Started, prompts: list[list[int]], tokens: int) -> float:
     async def run() -> float:
         begun = time.perf_counter()
-        await asyncio.gather(*(server.stream(prompt, tokens) for prompt in prompts))
+        await asyncio.gather(*(stream(server.url, server.model, prompt, tokens) for prompt in prompts))
         return len(prompts) * tokens / (time.perf_counter() - begun)
 
     return asyncio.run(run())
@@ -95,14 +59,14 @@ def first_token_offline(llm: LLM, prompt: list[int]) -> float:
     return seconds
 
 
-def first_token_online(server: Server, prompt: list[int]) -> float:
-    asked, first, *_ = asyncio.run(server.stream(prompt, 2))
-    return first - asked
+def first_token_online(server: Started, prompt: list[int]) -> float:
+    reply = asyncio.run(stream(server.url, server.model, prompt, 2))
+    return reply.moments[0] - reply.sent
 
 
-def summary(values: list[float]) -> tuple[float, str]:
+def summary(values: list[float]) -> str:
     """The median, and the range around it."""
-    return statistics.median(values), f"{statistics.median(values):.4g} ({min(values):.4g} to {max(values):.4g})"
+    return f"{statistics.median(values):.4g} ({min(values):.4g} to {max(values):.4g})"
 
 
 def main() -> None:
@@ -111,37 +75,42 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--output-json", help="save the table")
     args = parser.parse_args()
-    llm, server = LLM(args.model, **SETTINGS), Server(args.model)
+    llm = LLM(args.model, **SETTINGS)
     prompts = [llm.tokenizer.encode(f"{PROMPT} {index}") for index in range(args.streams)]
 
-    def in_turns(rounds: int, *measures: Callable[[], float]) -> list[list[float]]:
-        for measure in measures:  # once for nothing: memory, caches, clocks
-            measure()
-        pairs = [[measure() for measure in measures] for _ in range(rounds)]
-        return [list(column) for column in zip(*pairs, strict=True)]
-
-    try:
-        a, b = in_turns(
-            args.rounds, lambda: offline(llm, prompts, args.tokens), lambda: online(server, prompts, args.tokens)
-        )
-        c, d = in_turns(
-            10 * args.rounds,
-            lambda: first_token_offline(llm, prompts[0]),
-            lambda: first_token_online(server, prompts[0]),
-        )
-    finally:
-        server.stop()
+    with server(args.model, flags()) as started:
+        many = {
+            "offline": lambda: offline(llm, prompts, args.tokens),
+            "online": lambda: online(started, prompts, args.tokens),
+        }
+        a, b = in_turns(args.rounds, many).values()
+        one = {
+            "offline": lambda: first_token_offline(llm, prompts[0]),
+            "online": lambda: first_token_online(started, prompts[0]),
+        }
+        c, d = in_turns(10 * args.rounds, one).values()
     costs = [100 * (1 - through / direct) for direct, through in zip(a, b, strict=True)]
     extra = [1000 * (through - direct) for direct, through in zip(c, d, strict=True)]
-    rows: list[tuple[str, Any, Any, str]] = [
-        (f"{args.streams} streams, tokens/s", summary(a)[1], summary(b)[1], f"{summary(costs)[1]} % less"),
-        ("one stream, idle: first token, ms", summary([1000 * x for x in c])[1], summary([1000 * x for x in d])[1],
-         f"{summary(extra)[1]} ms more"),
-    ]  # fmt: skip
-    print("| median (range) | offline | over HTTP | HTTP costs |\n|---|---|---|---|")
-    for row in rows:
-        print("| " + " | ".join(row) + " |")
+    result = Result(
+        benchmark="http_overhead",
+        title="What HTTP costs",
+        note="The same requests through `LLM` in one process and through `headrace serve`, in turns: medians with "
+        "their ranges. The last column is what a client on an idle server waits beyond what the engine takes.",
+        rows=[
+            {"of": f"{args.streams} streams, tokens/s", "offline": summary(a), "over_http": summary(b),
+             "http_costs": f"{summary(costs)} % less"},
+            {"of": "one stream, first token, ms", "offline": summary([1000 * x for x in c]),
+             "over_http": summary([1000 * x for x in d]), "http_costs": f"{summary(extra)} ms more"},
+        ],
+        settings={"model": args.model, "streams": args.streams, "tokens": args.tokens, "rounds": args.rounds,
+                  **SETTINGS},
+        details={"offline": a, "online": b, "first_offline": c, "first_online": d},
+    )  # fmt: skip
+    print(as_text(result.rows))
+    if args.output_json:
+        result.save(args.output_json)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ reused.
 
 import argparse
 import dataclasses
-import json
 import random
 import statistics
 import time
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace import LLM, SamplingParams
+from headrace.bench.results import Result, as_text
 from headrace.engine.core import Engine
 from headrace.engine.request import Request
 from headrace.formats.package_models import DEFAULT_MODEL, fetch
@@ -36,7 +36,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1, help="of each (default: %(default)s)")
     parser.add_argument("--backend", default="auto", help="(default: %(default)s)")
     parser.add_argument("--threads", type=int, help="(default: torch's own)")
-    parser.add_argument("--json", type=Path, help="write the figures there too")
+    parser.add_argument("--output-json", help="save the table")
     args = parser.parse_args()
 
     settings = {
@@ -58,20 +58,32 @@ def main() -> None:
         for name, each in limits.items():
             engine.scheduler.limits = each
             rounds[name].append(measure(engine, args.streams, args.prompt_len, args.before, seed=number))
-    print(
-        f"{args.streams} streams, a prompt of {args.prompt_len} tokens; milliseconds, medians of {args.rounds} round(s)"
-    )
     medians = {name: {key: statistics.median(r[key] for r in of) for key in of[0]} for name, of in rounds.items()}
-    for name, figures in medians.items():
-        print(f"{name:8s} " + "   ".join(f"{key.replace('_', ' ')} {value:.1f}" for key, value in figures.items()))
-    worst = {name: max(r["worst_gap"] for r in of) for name, of in rounds.items()}
-    ratio = medians["without"]["worst_gap"] / medians["with"]["worst_gap"]
-    price = medians["with"]["first_token"] / medians["without"]["first_token"]
-    print(f"worst of all rounds: with {worst['with']:.1f}, without {worst['without']:.1f}")
-    print(f"ratio of worst gaps (without / with) {ratio:.2f}; of the prompt's first token (with / without) {price:.2f}")
-    if args.json:
-        result = {"rounds": rounds, "medians": medians, "worst": worst, "worst_gap_ratio": ratio, "price": price}
-        args.json.write_text(json.dumps(result, indent=2) + "\n")
+    names = {
+        "median_gap_alone": "gap before the prompt arrives, median",
+        "median_gap": "gap while it runs, median",
+        "worst_gap": "worst gap",
+        "first_token": "until the prompt's own first token",
+    }
+    rows = []
+    for key, text in names.items():
+        by_time, without = medians["with"][key], medians["without"][key]
+        rows.append(
+            {"of": text, "by_time_ms": by_time, "without_ms": without, "without_by_with_ratio": without / by_time}
+        )
+    result = Result(
+        benchmark="interference",
+        title="A long prompt beside running streams",
+        note=f"{args.streams} streams decode while a prompt of {args.prompt_len:,} tokens arrives: with chunks of the "
+        "prompt sized by time (`--target-itl-ms`), and in pieces of `--max-num-batched-tokens` only. A gap is the time "
+        f"between two tokens of a stream. Medians of {args.rounds} round(s).",
+        rows=rows,
+        settings={"streams": args.streams, "prompt_len": args.prompt_len, **settings},
+        details={"rounds": rounds},
+    )
+    print(as_text(rows))
+    if args.output_json:
+        result.save(args.output_json)
 
 
 def measure(engine: Engine, streams: int, prompt_len: int, before: int, seed: int) -> dict[str, float]:

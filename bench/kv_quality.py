@@ -8,7 +8,6 @@ into windows; in each the tokens run in chunks, so that all but the first read m
 """
 
 import argparse
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headrace.bench.results import Result, as_text
 from headrace.config import EngineConfig
 from headrace.formats.checkpoint import Checkpoint
 from headrace.formats.open import open_checkpoint
@@ -35,7 +35,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="auto", help="of activations and of the other cache (default: %(default)s)")
     parser.add_argument("--backend", default="auto", help="(default: %(default)s)")
     parser.add_argument("--threads", type=int, help="(default: torch's own)")
-    parser.add_argument("--json", type=Path, help="write the figures there too")
+    parser.add_argument("--output-json", help="save the table")
     args = parser.parse_args()
 
     model = args.model or fetch(DEFAULT_MODEL)
@@ -50,10 +50,18 @@ def main() -> None:
         max_num_seqs=1,
     )
     figures = compare(Worker(config, checkpoint), ids, args.window, args.chunk)
-    for name, value in figures.items():
-        print(f"{name:28s} {value:.6g}")
-    if args.json:
-        args.json.write_text(json.dumps(figures, indent=2) + "\n")
+    result = Result(
+        benchmark="kv_quality",
+        title="What an int8 KV cache costs in quality",
+        note="The same text through the same weights, over a cache in the model's own dtype and over one with "
+        "`--kv-cache-dtype int8`: Kullback-Leibler divergence of the next token's distribution in nats, and how much "
+        "more context the same memory holds.",
+        rows=[{"figure": name, "value": f"{value:.5g}"} for name, value in figures.items()],
+        settings={"model": str(model), "tokens": len(ids), "window": args.window, "chunk": args.chunk},
+    )
+    print(as_text(result.rows))
+    if args.output_json:
+        result.save(args.output_json)
 
 
 @torch.inference_mode()

@@ -11,6 +11,7 @@ import argparse
 import time
 from statistics import median
 
+from headrace.bench.results import Result, as_text
 from headrace.kvcache.block_pool import BlockPool
 from headrace.kvcache.manager import CacheManager
 from headrace.kvcache.prefix_index import PrefixIndex
@@ -71,15 +72,29 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=64)
     parser.add_argument("--max-sequences", type=int, default=4096)
+    parser.add_argument("--output-json", help="save the table of steps")
     args = parser.parse_args()
-    print("sequences  context  scheduler ms  batch ms  sum ms")
+    rows = []
     for sequences, context in ((1, 4096), (16, 4096), (64, 4096), (256, 4096), (1024, 1024), (4096, 256)):
         if sequences <= args.max_sequences:
             a, b = milliseconds_per_step(sequences, context, args.steps)
-            print(f"{sequences:9} {context:8} {a:13.3f} {b:9.3f} {a + b:7.3f}", flush=True)
-    print("\n   blocks  ns to take and give back one")
-    for blocks in (1_000, 10_000, 100_000, 1_000_000):
-        print(f"{blocks:9} {nanoseconds_per_block(blocks):12.0f}", flush=True)
+            rows.append({"sequences": sequences, "context": context, "scheduler_ms": a, "batch_ms": b, "sum_ms": a + b})
+    blocks = {count: nanoseconds_per_block(count) for count in (1_000, 10_000, 100_000, 1_000_000)}
+    result = Result(
+        benchmark="scheduling",
+        title="What scheduling costs",
+        note="Milliseconds of processor time for a step of pure bookkeeping, every sequence decoding: the scheduler, "
+        "and the preparation of the step's tensors. One thread; the model does not run. To take and give back a "
+        "block takes "
+        + ", ".join(f"{nanoseconds:.0f} ns in a pool of {count:,}" for count, nanoseconds in blocks.items())
+        + ".",
+        rows=rows,
+        settings={"steps": args.steps},
+    )
+    print(as_text(rows))
+    print(result.note)
+    if args.output_json:
+        result.save(args.output_json)
 
 
 if __name__ == "__main__":

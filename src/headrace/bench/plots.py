@@ -36,6 +36,39 @@ def save(made: "Figure", path: str | Path) -> None:
         raise ConfigError(f"{path}: {error}") from None
 
 
+def save_below_each_other(figures: "Sequence[Figure]", path: str | Path) -> None:
+    """Writes several figures as one .png file."""
+    import numpy as np
+    from matplotlib.image import imsave
+
+    images = []
+    for made in figures:
+        canvas: Any = made.canvas
+        canvas.draw()
+        images.append(np.asarray(canvas.buffer_rgba()))
+    width = max(image.shape[1] for image in images)
+    padded = [np.pad(im, ((0, 0), (0, width - im.shape[1]), (0, 0)), constant_values=255) for im in images]
+    try:
+        imsave(str(path), np.concatenate(padded))
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}") from None
+
+
+def latency(rows: Sequence[Row]) -> "Figure":
+    """Time per token and tokens a second over the number of sequences, a line for each length of prompts."""
+    made, (left, middle, right) = figure(12, 3.6, 1, 3)
+    columns = (("tpot_ms", "time per token, ms"), ("decode_tok_s", "tokens a second"), ("ttft_ms", "first token, ms"))
+    for length in dict.fromkeys(row["input_len"] for row in rows):
+        of = [row for row in rows if row["input_len"] == length]
+        for axes, (key, label) in zip((left, middle, right), columns, strict=True):
+            axes.plot(
+                [row["batch"] for row in of], [row[key] for row in of], marker="o", label=f"after {length} tokens"
+            )
+            axes.set(xlabel="sequences at once", ylabel=label)
+    left.legend(frameon=False)
+    return made
+
+
 def sweep(rows: Sequence[Row]) -> "Figure":
     """Throughput, and the times that clients see, over the rate of requests."""
     made, (left, middle, right) = figure(12, 3.6, 1, 3)

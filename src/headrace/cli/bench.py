@@ -28,6 +28,8 @@ examples:
   headrace bench sweep --base-url http://127.0.0.1:8000 --dataset-name sharegpt --plot sweep.png
   headrace bench startup default -- --max-model-len 2048
   headrace bench kernels --shapes 1536x576 --rows 1,32
+  headrace bench simulate --experiment chunking --plot chunking.png
+  headrace bench report bench/results --output report.html
 
 exit status:
   0 all went well, 1 an error, 2 a wrong command line, 130 interrupted by Ctrl-C
@@ -95,6 +97,15 @@ def add_to(commands: Any) -> None:
     _add_model(one)
     _add_rounds(one, 2)
     add_engine_flags(one)
+
+    one = kinds.add_parser(
+        "report",
+        help="a page made of saved results",
+        description="Makes a page of saved results: Markdown, HTML with pictures, or the pictures alone.",
+    )
+    one.add_argument("results", metavar="RESULT", nargs="+", help=".json files, or folders of them")
+    one.add_argument("--output", metavar="FILE", required=True, help="a .md, .html or .png file")
+    one.set_defaults(run=_report)
 
 
 def _add(kinds: Any, name: str, help: str, run: Run, **kwargs: Any) -> argparse.ArgumentParser:
@@ -226,3 +237,10 @@ def _fit(args: argparse.Namespace) -> Result:
     from headrace.bench import fit
 
     return fit.run(engine_and_server_config(args)[0], args.rounds)
+
+
+def _report(args: argparse.Namespace) -> int:
+    from headrace.bench import report
+
+    report.write(report.load(args.results), args.output)
+    return 0
