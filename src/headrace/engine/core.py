@@ -392,7 +392,7 @@ class Engine:
             queue_time=sequence.begun - sequence.arrival if first else None,
             error=error,
             num_drafted=num_drafted,
-            num_accepted=num_accepted,
+            num_accepted=min(num_accepted, len(drawn)),
         )
 
     def _text(self, stream: _Stream, token: int, length: int) -> tuple[str, FinishReason | None, int | str | None]:

@@ -74,7 +74,8 @@ class TokenDelta:
     cached_tokens: on the first delta with a token, how many tokens of the prompt were in the cache already.
     queue_time: with it, how many seconds the sequence has waited for its turn.
     error: on the last delta of a sequence that was given up, before it began or within its grammar, why.
-    num_drafted, num_accepted: tokens of a draft that were verified in this step, and those of them that were right.
+    num_drafted, num_accepted: tokens of a draft that were verified in this step, and those of them that are among
+        `token_ids`.
     """
 
     request_id: str
@@ -109,7 +110,7 @@ class RequestOutput:
     """A prompt and its `n` continuations, in order of their index.
 
     num_cached_tokens: how many tokens of the prompt were in the cache already.
-    num_drafted_tokens, num_accepted_tokens: of all drafts for its outputs, and those of them that were right.
+    num_drafted_tokens, num_accepted_tokens: of all drafts for its outputs, and those of them that are in the outputs.
     """
 
     request_id: str

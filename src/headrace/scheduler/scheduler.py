@@ -17,6 +17,7 @@ from headrace.kvcache.manager import CacheManager
 from headrace.scheduler.cost_model import CostModel, Work
 from headrace.scheduler.policies import FirstComeFirstServed
 from headrace.scheduler.sequence import Sequence, Status
+from headrace.speculative.lengths import DraftLengths
 from headrace.speculative.proposer import DraftRequest
 from headrace.speculative.speculation import Speculation
 from headrace.worker.step import SequenceStep, StepPlan
@@ -396,7 +397,7 @@ class Scheduler:
                 longest[sequence.seq_id] = most
         by_id = {sequence.seq_id: sequence for sequence in decoding if sequence.seq_id in longest}
         requests: list[DraftRequest] = []
-        for seq_id, length in self._draft_lengths(longest, len(decoding), draft).items():
+        for seq_id, length in self._draft_lengths(self.speculation.lengths, longest, len(decoding), draft).items():
             request = self._draft_request(by_id[seq_id], length)
             if request is not None:
                 requests.append(request)
@@ -409,20 +410,22 @@ class Scheduler:
             draft.put_draft(len(request.token_ids), len(guess))
         return guesses
 
-    def _draft_lengths(self, longest: dict[int, int], num_decoding: int, draft: _Draft) -> dict[int, int]:
+    def _draft_lengths(
+        self, lengths: DraftLengths | None, longest: dict[int, int], num_decoding: int, draft: _Draft
+    ) -> dict[int, int]:
         """How long each draft is to be, by sequence; at most as long as `longest` says."""
         room = draft.room_for_drafts
-        if self.speculation is not None and self.speculation.lengths is not None and longest:
+        if lengths is not None and longest:
             work, seconds = draft.work, self.cost.predict(draft.work)
             context = work.pairs // work.tokens  # a draft's token has as many tokens before it as others, on average
             one_more = Work(work.tokens + 1, work.pairs + context, work.sequences)
             token_seconds = self.cost.predict(one_more) - seconds
-            return self.speculation.lengths.choose(longest, num_decoding, seconds, token_seconds, room)
-        lengths = {}
+            return lengths.choose(longest, num_decoding, seconds, token_seconds, room)
+        chosen = {}
         for seq_id, most in longest.items():
-            lengths[seq_id] = min(most, room)
-            room -= lengths[seq_id]
-        return lengths
+            chosen[seq_id] = min(most, room)
+            room -= chosen[seq_id]
+        return chosen
 
     def _draft_request(self, sequence: Sequence, length: int) -> DraftRequest | None:
         """Asks for a draft, and takes blocks for it. It is shorter where blocks are short; None for none."""

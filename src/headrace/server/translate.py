@@ -32,7 +32,7 @@ class Tally:
     """What the deltas of an answer add up to.
 
     tokens: of all its choices. cached: tokens of the prompts that were in the cache already, each prompt counted once.
-    drafted, accepted: tokens that were guessed ahead, and those of them that were right.
+    drafted, accepted: tokens that were guessed ahead, and those of them that are in the answer.
     """
 
     tokens: int = 0
