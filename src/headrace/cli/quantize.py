@@ -19,8 +19,8 @@ directory in the format of GPTQ, AWQ or compressed-tensors. All on the CPU.
   awq           scales inputs so that those that matter are rounded finely
   smoothquant   8 bits for weights and activations
 
-With --format gguf a GGUF file is made of another: int8 gives Q8_0, int4 Q4_0 (with
---no-symmetric Q4_1), and f16 and bf16 are methods as well.
+With --format gguf a GGUF file is made of a model in any form: int8 gives Q8_0, int4
+Q4_0 (with --no-symmetric Q4_1), and f16 and bf16 are methods as well.
 
 An interrupted run goes on where it was when the same command is given again."""
 

@@ -186,6 +186,15 @@ def hf_name(name: str, arch: str) -> str:
     return f"{_NAMES[stem]}.{kind}" if stem in _NAMES else name
 
 
+def gguf_name(name: str, arch: str) -> str:
+    """The other way round, for the tensors that the supported architectures have."""
+    stem, _, kind = name.rpartition(".")
+    names = {theirs: ours for ours, theirs in (_GEMMA_LAYER_NAMES if arch == "gemma3" else _LAYER_NAMES).items()}
+    if layer := re.fullmatch(r"model\.layers\.([0-9]+)\.([\w.]+)", stem):
+        return f"blk.{layer[1]}.{names[layer[2]]}.{kind}"
+    return f"{ {theirs: ours for ours, theirs in _NAMES.items()}[stem] }.{kind}"
+
+
 def open_parts(path: Path) -> list[GGUFFile]:
     """The file, and the others that it is split into, if it is."""
     first = GGUFFile(path)

@@ -26,7 +26,7 @@ PREFIX = "tokenizer.ggml."
 SPACE = "\u2581"  # how SentencePiece writes a space
 
 # Token types
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 
 # Characters in one normal token and in all of them; Gemma's longest has 16, and all have 1.4 million.
 MAX_PIECE_LENGTH = 1024

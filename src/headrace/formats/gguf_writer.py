@@ -1,13 +1,13 @@
-"""Writing GGUF files: another file's metadata and tensors, with matrices in another block type.
+"""Writing GGUF files: metadata, and tensors in any of the block types that have an encoder here.
 
 The codes and scales are bit for bit those of ggml's reference code (as the `gguf` package has it), so the order of the
 float32 operations matters here.
 """
 
 import os
-import re
 import struct
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -18,7 +18,6 @@ from tqdm import tqdm
 from headrace.errors import ModelError
 from headrace.formats.files import quoted, reason
 from headrace.formats.ggml_blocks import BLOCK_TYPES, BlockType, Floats
-from headrace.formats.gguf import GGUFFile
 from headrace.formats.gguf_checkpoint import GGMLWeight
 
 ALIGNMENT = 32
@@ -27,8 +26,30 @@ CHUNK_VALUES = 1 << 20
 FILE_TYPES = {"F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "BF16": 32}
 TYPES = {block_type.name: block_type for block_type in BLOCK_TYPES.values()}
 
-# Keys that are not copied: of how the other file was split, aligned and quantized.
-LEFT_OUT = re.compile(r"split\..*|general\.(alignment|file_type|quantization_version)|quantize\..*")
+
+Value = str | bool | int | float | Sequence[str] | Sequence[int] | Sequence[float]
+
+
+@dataclass(frozen=True)
+class Source:
+    """A tensor to be written.
+
+    path: where it comes from, for messages. block_type: as it is stored there. load: reads it.
+    """
+
+    path: Path
+    shape: tuple[int, ...]
+    block_type: BlockType
+    load: Callable[[], GGMLWeight]
+
+
+@dataclass(frozen=True)
+class Content:
+    """What a file holds: its architecture by GGUF's name, its metadata as `entry` makes it, and its tensors by name."""
+
+    arch: str
+    entries: list[bytes]
+    tensors: dict[str, Source]
 
 
 def encode(values: Floats, block_type: BlockType) -> NDArray[np.uint8]:
@@ -87,39 +108,37 @@ _ENCODERS: dict[str, Callable[[Floats], NDArray[Any]]] = {
     "Q4_0": _q4_0,
     "Q4_1": _q4_1,
     "Q8_0": _q8_0,
+    "F32": lambda values: values,
     "F16": lambda values: values.astype(np.float16),
     "BF16": _bf16,
 }
 
 
 def write_gguf(
-    path: Path, files: Sequence[GGUFFile], kind: str, type_of: Callable[[str, tuple[int, ...]], str | None]
+    path: Path, content: Content, kind: str, type_of: Callable[[str, tuple[int, ...]], str | None]
 ) -> dict[str, str]:
-    """One file with the metadata of the first of `files` and the tensors of all. It appears when it is complete.
+    """Writes a file, with metadata that tells of its block types added. It appears when it is complete.
 
     kind: what is said of the whole, one of FILE_TYPES. type_of: by a tensor's name and shape the block type to store
         it in, or None to leave it as it is; so it also is where its rows are no multiple of the block size.
     Returns the type of each tensor. Raises ModelError where it cannot be written, or for values that have no code.
     """
-    tensors = [(file, name) for file in files for name in file.tensors]
-    types = {name: _type_for(file, name, type_of) for file, name in tensors}
-    entries = [bytes(raw) for key, raw in files[0].entries.items() if not LEFT_OUT.fullmatch(key)]
-    entries.append(_uint32("general.file_type", FILE_TYPES[kind]))
-    entries.append(_uint32("general.quantization_version", 2))
-    header = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(entries)) + b"".join(entries)
+    tensors = content.tensors
+    types = {name: _type_for(tensor, type_of(name, tensor.shape)) for name, tensor in tensors.items()}
+    told = [entry("general.file_type", FILE_TYPES[kind]), entry("general.quantization_version", 2)]
+    header = header_of(content.entries + told, len(tensors))
     offset = 0
-    for file, name in tensors:
-        shape = file.tensors[name].shape
-        header += _string(name) + struct.pack("<I", len(shape))
-        header += b"".join(struct.pack("<Q", size) for size in reversed(shape))
+    for name, tensor in tensors.items():
+        header += _string(name) + struct.pack("<I", len(tensor.shape))
+        header += b"".join(struct.pack("<Q", size) for size in reversed(tensor.shape))
         header += struct.pack("<IQ", types[name].number, offset)
-        offset += _aligned(_size(shape, types[name]))
+        offset += _aligned(_size(tensor.shape, types[name]))
     partial = path.with_name(path.name + ".partial")
     try:
         with partial.open("wb") as out:
             _write_padded(out, iter([header]))
-            for file, name in tqdm(tensors, desc="Writing", unit="tensor", disable=None):
-                _write_padded(out, _blocks(file, name, types[name]))
+            for name, tensor in tqdm(tensors.items(), desc="Writing", unit="tensor", disable=None):
+                _write_padded(out, _blocks(name, tensor, types[name]))
         os.replace(partial, path)
     except OSError as error:
         raise ModelError(f"{path}: cannot be written: {reason(error)}") from None
@@ -128,27 +147,51 @@ def write_gguf(
     return {name: block_type.name for name, block_type in types.items()}
 
 
-def _type_for(file: GGUFFile, name: str, type_of: Callable[[str, tuple[int, ...]], str | None]) -> BlockType:
-    tensor = file.tensors[name]
-    wanted = type_of(name, tensor.shape)
+def header_of(entries: Sequence[bytes], num_tensors: int) -> bytes:
+    """The beginning of a file, up to the descriptions of its tensors."""
+    return b"GGUF" + struct.pack("<IQQ", 3, num_tensors, len(entries)) + b"".join(entries)
+
+
+def entry(key: str, value: Value) -> bytes:
+    """A piece of metadata: a text, a truth value, an integer of 32 bits, a float32, or an array of one of these."""
+    if isinstance(value, str | bool | int | float):
+        number, data = _value(value, "I")
+        return _string(key) + struct.pack("<I", number) + data
+    items = [_value(item, "i") for item in value]
+    return _string(key) + struct.pack("<IIQ", 9, items[0][0], len(items)) + b"".join(data for _, data in items)
+
+
+def _value(value: str | bool | int | float, integer: str) -> tuple[int, bytes]:
+    """The number of a value's type, and its bytes. integer: whether integers have a sign ("i") or not ("I")."""
+    match value:
+        case str():
+            return 8, _string(value)
+        case bool():
+            return 7, struct.pack("<?", value)
+        case int():
+            return {"I": 4, "i": 5}[integer], struct.pack(f"<{integer}", value)
+        case float():
+            return 6, struct.pack("<f", value)
+
+
+def _type_for(tensor: Source, wanted: str | None) -> BlockType:
     if wanted is None or tensor.shape[-1] % TYPES[wanted].block_size:
         return tensor.block_type
     return TYPES[wanted]
 
 
-def _blocks(file: GGUFFile, name: str, block_type: BlockType) -> Iterator[bytes]:
+def _blocks(name: str, tensor: Source, block_type: BlockType) -> Iterator[bytes]:
     """The bytes of a tensor in a block type, in pieces."""
-    stored = file.tensors[name]
-    blocks = file.blocks(name)
-    step = max(1, CHUNK_VALUES // stored.shape[-1]) if stored.shape else 1
+    blocks = tensor.load().blocks
+    step = max(1, CHUNK_VALUES // tensor.shape[-1]) if tensor.shape else 1
     for start in range(0, len(blocks), step):
         rows = blocks[start : start + step]
-        if block_type == stored.block_type:
+        if block_type == tensor.block_type:
             yield rows.tobytes()
             continue
-        values = GGMLWeight(rows, stored.block_type, (len(rows), stored.shape[-1])).dequantize().numpy()
+        values = GGMLWeight(rows, tensor.block_type, (len(rows), tensor.shape[-1])).dequantize().numpy()
         if not np.isfinite(values).all():
-            file.fault(f"tensor {quoted(name)} holds NaN or infinity, for which there is no code")
+            raise ModelError(f"{tensor.path}: tensor {quoted(name)} holds NaN or infinity, for which there is no code")
         yield encode(values.reshape(-1, block_type.block_size), block_type).tobytes()
 
 
@@ -169,7 +212,3 @@ def _aligned(size: int) -> int:
 def _string(text: str) -> bytes:
     raw = text.encode()
     return struct.pack("<Q", len(raw)) + raw
-
-
-def _uint32(key: str, value: int) -> bytes:
-    return _string(key) + struct.pack("<II", 4, value)

@@ -66,6 +66,12 @@ class Tokenizer:
         ids = (self._backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
         return frozenset(i for i in ids if i is not None)
 
+    @property
+    def definition(self) -> dict[str, Any]:
+        """What tokenizer.json says of it."""
+        content: dict[str, Any] = json.loads(self._backend.to_str())
+        return content
+
     def save(self, directory: Path) -> None:
         """Writes tokenizer.json and tokenizer_config.json as Hugging Face has them."""
         self._backend.save(str(directory / "tokenizer.json"))

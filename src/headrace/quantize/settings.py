@@ -47,7 +47,7 @@ class QuantizeSettings:
     seq_len: tokens in each; by default 512.
     seed: chooses the pieces; by default 0.
     ignore: names or patterns of matrices to leave as they are, such as "*.down_proj" (also several).
-    format: of the output: "gptq", "awq", "compressed-tensors", or from a GGUF file "gguf"; by default the method's own.
+    format: of the output: "gptq", "awq", "compressed-tensors" or "gguf"; by default the method's own.
     """
 
     method: str
