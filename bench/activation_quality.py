@@ -1,9 +1,10 @@
 """What activations of eight bits cost in quality: the same text through the same weights, with them and without.
 
     python bench/activation_quality.py [--model FILE.gguf] [--text FILE] [--tokens 2048]
+        [--activation-precision auto]
 
-Reported are the perplexity of the text with activations in float32 and as `--activation-precision auto` rounds them,
-and the Kullback-Leibler divergence of the next-token distributions, as in kv_quality.py.
+Reported are the perplexity of the text with activations in float32 and as `--activation-precision` (auto or int8)
+rounds them, and the Kullback-Leibler divergence of the next-token distributions, as in kv_quality.py.
 """
 
 import argparse
@@ -27,6 +28,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=2048, help="of the text, from its start (default: %(default)s)")
     parser.add_argument("--chunk", type=int, default=128, help="tokens per step (default: %(default)s)")
     parser.add_argument("--output-json", help="save the table")
+    parser.add_argument("--activation-precision", default="auto", help="auto or int8 (default: %(default)s)")
     args = parser.parse_args()
 
     model = args.model or fetch(DEFAULT_MODEL)
@@ -39,7 +41,7 @@ def main() -> None:
             ),
             checkpoint,
         )
-        for name in ("float32", "auto")
+        for name in ("float32", args.activation_precision)
     )
     pairs = (
         (

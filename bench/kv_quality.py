@@ -102,12 +102,16 @@ def quality(pairs: Iterable[tuple[Tensor, Tensor, list[int]]]) -> dict[str, floa
         targets = torch.tensor(following[: len(p)])
         rows = torch.arange(len(targets))
         losses.append(-torch.stack([p[rows, targets], q[rows, targets]], 1))
-    divergence, perplexity = torch.cat(divergences), torch.cat(losses).mean(0).exp()
+    loss = torch.cat(losses)
+    divergence, perplexity = torch.cat(divergences), loss.mean(0).exp()
+    # The tokens' differences are taken for independent of each other.
+    error = float((loss[:, 1] - loss[:, 0]).std()) / len(loss) ** 0.5
     return {
         "tokens": len(divergence),
         "perplexity": float(perplexity[0]),
         "perplexity int8": float(perplexity[1]),
         "perplexity ratio": float(perplexity[1] / perplexity[0]),
+        "its 95 % interval, +-": 1.96 * error,
         "mean KL divergence": float(divergence.mean()),
         "99th percentile of KL": float(divergence.quantile(0.99)),
         "largest KL": float(divergence.max()),

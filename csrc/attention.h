@@ -35,14 +35,15 @@ inline float lane_exp(float x) {
 inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
-// Calls function(block, place, first, count) for the pieces of [begin, end) that lie in one block.
+// Calls function(block, place, first, count, next) for the pieces of [begin, end) that lie in one block; next: the block
+// after it, or the same again.
 template <typename Function>
 inline void by_blocks(const Attention& args, int64_t sequence, int64_t begin, int64_t end, Function function) {
   const int64_t* table = args.tables + sequence * args.table_stride;
   const int64_t size = args.cache.block_size;
   for (int64_t t = begin; t < end;) {
     const int64_t next = smaller(end, (t / size + 1) * size);
-    function(table[t / size], t % size, t, next - t);
+    function(table[t / size], t % size, t, next - t, table[(next < end ? next : t) / size]);
     t = next;
   }
 }
@@ -53,17 +54,19 @@ inline void score(const Attention& args, const AttentionTask& task, Query* queri
                   int64_t end) {
   const Cache& cache = args.cache;
   const Stored* keys = static_cast<const Stored*>(cache.keys);
-  by_blocks(args, task.sequence, begin, end, [&](int64_t block, int64_t place, int64_t first, int64_t count) {
+  by_blocks(args, task.sequence, begin, end, [&](int64_t block, int64_t place, int64_t first, int64_t count, int64_t next) {
     // Whole chunks, so that the first may begin before `begin`: what is read there is masked later.
     const int64_t before = place % cache.chunk;
     place -= before, first -= before, count += before;
     for (int64_t c = 0; c < count; c += cache.chunk) {
       const Stored* k = keys + key_offset(cache, task.kv_head, block, place + c);
+      const Stored* after = keys + key_offset(cache, task.kv_head, next, 0);
       const int64_t at = first + c - tile;
       if (cache.chunk == kLanes) {
         F32x16 sums[kCount];
         unrolled<kCount>([&](auto r) { sums[r] = splat(0.0f); });
         for (int64_t d = 0; d < cache.dim; ++d) {
+          __builtin_prefetch(after + d * kLanes);
           const F32x16 entries = load(k + d * kLanes);
           unrolled<kCount>([&](auto r) { sums[r] = fma(splat(queries[r].q[d]), entries, sums[r]); });
         }
@@ -80,25 +83,29 @@ inline void score(const Attention& args, const AttentionTask& task, Query* queri
   });
 }
 
-// Adds weight * value of the keys [begin, end) of a tile.
+// Adds weight * value of the keys [begin, end) of a tile: a few keys at a time, whose values stay in a core's nearest
+// cache while one part of the head after the other is added up.
 template <typename Stored, int kCount>
 inline void add_values(const Attention& args, const AttentionTask& task, Query* queries, int64_t tile, int64_t begin,
                        int64_t end) {
   const Cache& cache = args.cache;
-  by_lanes(cache.dim, [&](int64_t d, int64_t lanes) {
-    F32x16 sums[kCount];
-    unrolled<kCount>([&](auto r) { sums[r] = load_some(queries[r].out + d, lanes); });
-    by_blocks(args, task.sequence, begin, end, [&](int64_t block, int64_t place, int64_t first, int64_t count) {
-      const Stored* v =
-          static_cast<const Stored*>(cache.values) + value_offset(cache, task.kv_head, block, place) + d;
-      for (int64_t i = 0; i < count; ++i) {
-        const F32x16 entries = load_some(v + i * cache.dim, lanes);
-        unrolled<kCount>([&](auto r) {
-          sums[r] = fma(splat(queries[r].scores[first - tile + i]), entries, sums[r]);
-        });
-      }
-    });
-    unrolled<kCount>([&](auto r) { store_some(queries[r].out + d, sums[r], lanes); });
+  by_blocks(args, task.sequence, begin, end, [&](int64_t block, int64_t place, int64_t first, int64_t count, int64_t next) {
+    const Stored* values =
+        static_cast<const Stored*>(cache.values) + value_offset(cache, task.kv_head, block, place);
+    const Stored* after = static_cast<const Stored*>(cache.values) + value_offset(cache, task.kv_head, next, 0);
+    for (int64_t c = 0; c < count; c += kLanes, values += kLanes * cache.dim) {
+      const int64_t keys = smaller(kLanes, count - c), at = first - tile + c;
+      by_lanes(cache.dim, [&](int64_t d, int64_t lanes) {
+        F32x16 sums[kCount];
+        unrolled<kCount>([&](auto r) { sums[r] = load_some(queries[r].out + d, lanes); });
+        for (int64_t i = 0; i < keys; ++i) {
+          __builtin_prefetch(after + i * cache.dim + d);
+          const F32x16 entries = load_some(values + i * cache.dim + d, lanes);
+          unrolled<kCount>([&](auto r) { sums[r] = fma(splat(queries[r].scores[at + i]), entries, sums[r]); });
+        }
+        unrolled<kCount>([&](auto r) { store_some(queries[r].out + d, sums[r], lanes); });
+      });
+    }
   });
 }
 
@@ -108,7 +115,7 @@ inline void apply_scales(const Attention& args, const AttentionTask& task, const
   const Cache& cache = args.cache;
   with_type(cache.scale_dtype, [&](auto type) {
     const auto* all = static_cast<const decltype(type)*>(scales) + task.kv_head * (cache.head_stride / cache.dim);
-    by_blocks(args, task.sequence, begin, end, [&](int64_t block, int64_t place, int64_t first, int64_t count) {
+    by_blocks(args, task.sequence, begin, end, [&](int64_t block, int64_t place, int64_t first, int64_t count, int64_t) {
       for (int64_t i = 0; i < count; ++i)
         query.scores[first - tile + i] *= to_float(all[block * cache.block_size + place + i]);
     });

@@ -11,6 +11,7 @@
 
 #include "isa.h"
 #include "run.h"
+#include "sample.h"
 #include "threads.h"
 
 namespace nb = nanobind;
@@ -32,10 +33,11 @@ T* pointer(uintptr_t address) {
 struct Matrix {
   std::vector<Weights> parts;
 
-  void add(int coding, int dtype, int64_t outputs, int64_t inputs, int64_t group, int32_t offset, bool whole_rows,
+  void add(int coding, int dtype, int64_t outputs, int64_t inputs, int64_t group, int32_t offset, int sharing,
            uintptr_t values, uintptr_t scales, uintptr_t minimums, uintptr_t order) {
     if (coding < 0 || coding > 2) throw std::invalid_argument("coding must be 0 (floats), 1 (nibbles) or 2 (bytes)");
-    parts.push_back({static_cast<Coding>(coding), dtype_of(dtype), outputs, inputs, group, offset, whole_rows,
+    if (sharing < 0 || sharing > 2) throw std::invalid_argument("sharing must be 0 (halves), 1 (blocks) or 2 (rows)");
+    parts.push_back({static_cast<Coding>(coding), dtype_of(dtype), outputs, inputs, group, offset, static_cast<Sharing>(sharing),
                      pointer<const void>(values), pointer<const void>(scales), pointer<const void>(minimums),
                      pointer<const int32_t>(order)});
   }
@@ -83,7 +85,7 @@ NB_MODULE(_native, m) {
   nb::class_<Matrix>(m, "Matrix")
       .def(nb::init<>())
       .def("add", &Matrix::add, nb::arg("coding"), nb::arg("dtype"), nb::arg("outputs"), nb::arg("inputs"),
-           nb::arg("group"), nb::arg("offset"), nb::arg("whole_rows"), nb::arg("values"), nb::arg("scales"),
+           nb::arg("group"), nb::arg("offset"), nb::arg("sharing"), nb::arg("values"), nb::arg("scales"),
            nb::arg("minimums"), nb::arg("order"));
   m.def(
       "pack_codes",
@@ -209,4 +211,27 @@ NB_MODULE(_native, m) {
         return [args, n, chosen](const Step& step) { softcap(args, count(step, chosen) * n); };
       },
       nb::arg("x"), nb::arg("y"), nb::arg("n"), nb::arg("cap"), nb::arg("chosen") = false);
+
+  m.def(
+      "sample",
+      [](uintptr_t logits, int64_t rows, int64_t vocabulary, int64_t stride, uintptr_t temperature, uintptr_t top_k,
+         uintptr_t top_p, uintptr_t min_p, uintptr_t uniform, uintptr_t xtc_threshold, uintptr_t tokens) {
+        sample({pointer<const float>(logits), vocabulary, stride, pointer<const double>(temperature),
+                pointer<const int64_t>(top_k), pointer<const double>(top_p), pointer<const double>(min_p),
+                pointer<const double>(uniform), pointer<const double>(xtc_threshold), pointer<int64_t>(tokens)},
+               rows);
+      },
+      nb::arg("logits"), nb::arg("rows"), nb::arg("vocabulary"), nb::arg("stride"), nb::arg("temperature"),
+      nb::arg("top_k"), nb::arg("top_p"), nb::arg("min_p"), nb::arg("uniform"), nb::arg("xtc_threshold"),
+      nb::arg("tokens"), Release());
+  m.def(
+      "logprobs",
+      [](uintptr_t logits, int64_t rows, int64_t vocabulary, int64_t stride, uintptr_t token_ids, int64_t top,
+         uintptr_t chosen, uintptr_t top_values, uintptr_t top_ids) {
+        logprobs({pointer<const float>(logits), vocabulary, stride, pointer<const int64_t>(token_ids), top,
+                  pointer<float>(chosen), pointer<float>(top_values), pointer<int64_t>(top_ids)},
+                 rows);
+      },
+      nb::arg("logits"), nb::arg("rows"), nb::arg("vocabulary"), nb::arg("stride"), nb::arg("token_ids"),
+      nb::arg("top"), nb::arg("chosen"), nb::arg("top_values"), nb::arg("top_ids"), Release());
 }

@@ -6,11 +6,12 @@
 #include "linear.h"
 #include "peak.h"
 #include "rms_norm.h"
+#include "shares.h"
 
 namespace headrace::HEADRACE_ISA {
 
 extern const Kernels kernels = {rms_norm,  prepare,         product, embedding,   rotary,          store_kv,
                          attention, merge_attention, gated,   add,         softcap,         to_float,
-                         read_memory, multiply_floats, multiply_codes};
+                         largest_logit, shares, read_memory, multiply_floats, multiply_codes};
 
 }  // namespace headrace::HEADRACE_ISA

@@ -23,8 +23,12 @@ struct RmsNorm {
   float eps;
 };
 
-// Inputs per block: those that share an activation scale, and that are added as whole numbers.
+// Inputs per block of packed weights, and per half of one.
 constexpr int64_t kBlock = 32;
+constexpr int64_t kHalfBlock = 16;
+
+// How many inputs share a scale of the activations: a half block, a block, or all of a row.
+enum class Sharing : int32_t { halves = 0, blocks = 1, rows = 2 };
 
 // How a weight's values are coded; docs/kernels.md shows how they lie.
 enum class Coding : int32_t { floats = 0, nibbles = 1, bytes = 2 };
@@ -32,8 +36,8 @@ enum class Coding : int32_t { floats = 0, nibbles = 1, bytes = 2 };
 // A matrix [outputs, inputs] in panels of sixteen outputs. value = scale * (code - offset) + minimum for codes.
 //
 // dtype: of float values, or of scales and minimums (f32 or f16). group: inputs per scale, 16 or a multiple of 32.
-// order: input feature of each column, or null. minimums: or null. whole_rows: whether the activations get one scale for
-// each row, as Ops.linear says for weights with `activation_bits`, instead of one for each block.
+// order: input feature of each column, or null. minimums: or null. sharing: how the activations are to be rounded; for
+// rows as Ops.linear says for weights with `activation_bits`.
 struct Weights {
   Coding coding;
   DType dtype;
@@ -41,7 +45,7 @@ struct Weights {
   int64_t inputs;
   int64_t group;
   int32_t offset;
-  bool whole_rows;
+  Sharing sharing;
   const void* values;
   const void* scales;
   const void* minimums;
@@ -51,9 +55,9 @@ struct Weights {
 // Rows of activations as a product takes them.
 //
 // For float weights: `floats`, `stride` values apart, with the columns in the weight's order.
-// For codes: each block of 32 as whole numbers from -127 to 127 and a scale; the last block is filled up with zeros.
-//   codes [rows, 32 * blocks], scales [rows, blocks], sums of 16 codes each, times the scale
-//   [rows, 2 * blocks].
+// For codes: each half block as whole numbers from -127 to 127 and a scale; the last block is filled up with zeros. Halves
+// that share a scale have it twice.
+//   codes [rows, 32 * blocks], scales [rows, 2 * blocks], sums of the codes of each half, times its scale.
 struct Inputs {
   const float* floats;
   int64_t stride;
@@ -69,14 +73,15 @@ struct Prepare {
   int64_t x_stride;
   int64_t columns;
   const int32_t* order;
-  bool whole_rows;
+  Sharing sharing;
   Inputs inputs;
   float* floats;  // where float rows go, `columns` values apart; null to make codes
 };
 
 // y[r, n] = sum_k x[r, k] * value[n, k] + bias[n]. y and bias are of `dtype`; rows of y are `y_stride` values apart.
 //
-// Codes: the products of a block are added as whole numbers; blocks are added in order, in float32. Floats: one product
+// Codes: the products of inputs that share their scales are added as whole numbers, within a block; blocks are added in
+// order, in float32. Floats: one product
 // is added after the other, in order, rounding once for each. So a row's bits depend on nothing but the row.
 struct Product {
   Weights weights;
@@ -197,6 +202,15 @@ struct ToFloat {
   float* y;
 };
 
+// shares[i] = e^((logits[i] - best) / temperature), where a NaN counts as -infinity, and infinity as the largest finite
+// number. best: the largest logit, counted so.
+struct Shares {
+  const float* logits;
+  int64_t count;
+  float best, temperature;
+  float* shares;
+};
+
 // Each function does a range of rows, panels, tokens or values, so that several threads can share the work.
 struct Kernels {
   void (*rms_norm)(const RmsNorm&, int64_t first_row, int64_t last_row);  // rows: heads of all tokens
@@ -211,6 +225,8 @@ struct Kernels {
   void (*add)(const Add&, int64_t first, int64_t last);
   void (*softcap)(const Softcap&, int64_t first, int64_t last);
   void (*to_float)(const ToFloat&, int64_t first, int64_t last);
+  float (*largest_logit)(const float* logits, int64_t count);  // counted as Shares says
+  void (*shares)(const Shares&);
 
   // No ops, but what they are measured by (peak.h). read_memory: lines of 64 bytes, in eights. The others return how
   // many operations they have done, a product and a sum being two.

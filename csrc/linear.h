@@ -40,7 +40,7 @@ void prepare_row(const Prepare& args, int64_t row) {
   }
   const int64_t blocks = blocks_of(args.columns);
   float row_scale = 0.0f;
-  if (args.whole_rows) {
+  if (args.sharing == Sharing::rows) {
     F32x16 most = splat(0.0f), faults = splat(0.0f);
     for (int64_t k = 0; k < args.columns; k += kLanes) {
       const F32x16 values = load_columns(x, args.order, k, args.columns);
@@ -49,32 +49,33 @@ void prepare_row(const Prepare& args, int64_t row) {
     }
     row_scale = largest(most) / 127.0f + sum(faults);
   }
-  for (int64_t b = row * blocks; b < (row + 1) * blocks; ++b) {
-    const int64_t k = (b - row * blocks) * kBlock;
-    F32x16 low = load_columns(x, args.order, k, args.columns);
-    F32x16 high = load_columns(x, args.order, k + kLanes, args.columns);
-    float scale;
-    if (args.whole_rows) {
-      scale = row_scale;
-      low = scale > 0.0f ? low / splat(scale) : splat(0.0f);
-      high = scale > 0.0f ? high / splat(scale) : splat(0.0f);
-    } else {
-      const float most = largest(max(abs(low), abs(high)));
-      // Infinities and NaN make the scale NaN, and with it all outputs: a fault upstream is not hidden.
-      const float fault = sum(low * splat(0.0f) + high * splat(0.0f));
-      scale = most > kSmallest ? most / 127.0f + fault : fault;
-      const F32x16 inverse = splat(most > kSmallest ? 127.0f / most : 0.0f);
-      low = low * inverse;
-      high = high * inverse;
+  for (int64_t block = 0; block < blocks; ++block) {
+    const int64_t k = block * kBlock;
+    F32x16 x16[2] = {load_columns(x, args.order, k, args.columns),
+                     load_columns(x, args.order, k + kHalfBlock, args.columns)};
+    F32x16 sizes[2] = {abs(x16[0]), abs(x16[1])};
+    // Infinities and NaN make the scale NaN, and with it all outputs: a fault upstream is not hidden.
+    F32x16 faults[2] = {x16[0] * splat(0.0f), x16[1] * splat(0.0f)};
+    if (args.sharing == Sharing::blocks) {
+      sizes[0] = sizes[1] = max(sizes[0], sizes[1]);
+      faults[0] = faults[1] = faults[0] + faults[1];
     }
-    args.inputs.scales[b] = scale;
-    int8_t* codes = args.inputs.codes + b * kBlock;
-    store_codes(codes, to_code(low));
-    store_codes(codes + kLanes, to_code(high));
     for (int half = 0; half < 2; ++half) {
+      const int64_t at = 2 * (row * blocks + block) + half;
+      float scale = row_scale;
+      if (args.sharing == Sharing::rows) {
+        x16[half] = scale > 0.0f ? x16[half] / splat(scale) : splat(0.0f);
+      } else {
+        const float most = largest(sizes[half]), fault = sum(faults[half]);
+        scale = most > kSmallest ? most / 127.0f + fault : fault;
+        x16[half] = x16[half] * splat(most > kSmallest ? 127.0f / most : 0.0f);
+      }
+      int8_t* codes = args.inputs.codes + at * kHalfBlock;
+      store_codes(codes, to_code(x16[half]));
       int32_t total = 0;
-      for (int i = 0; i < kLanes; ++i) total += codes[half * kLanes + i];
-      args.inputs.sums[2 * b + half] = scale * static_cast<float>(total);
+      for (int64_t i = 0; i < kHalfBlock; ++i) total += codes[i];
+      args.inputs.scales[at] = scale;
+      args.inputs.sums[at] = scale * static_cast<float>(total);
     }
   }
 }
@@ -129,24 +130,22 @@ void float_tile(const Product& args, int64_t panel, int64_t row) {
   for (int p = 0; p < kPanels; ++p) finish(args, y[p], row, panel + p);
 }
 
+// How far ahead weights are asked for, in bytes: for few rows the product waits for memory.
+constexpr int64_t kAhead = 4096;
+
 struct NibbleCodes {
   using Dot = NibbleDot;
   static constexpr int64_t kBytes = kBlock * kLanes / 2;
 
-  // Adds the products of a block (kHalf -1) or one half of it. Low nibbles are its first half.
+  // Adds the products of a half block. Low nibbles are the first half.
   template <int kHalf, int kRows>
-  __attribute__((always_inline)) static void add(const uint8_t* codes, const int8_t* x, int64_t stride, Dot (&dots)[kRows]) {
+  __attribute__((always_inline)) static void add(const uint8_t* codes, const int8_t* x, int64_t stride,
+                                                 Dot (&dots)[kRows]) {
     unrolled<4>([&](auto i) {
-      __builtin_prefetch(codes + 64 * i + 4096);
+      if (kHalf == 0) __builtin_prefetch(codes + 64 * i + kAhead);
       const Line line = load_line(codes + 64 * i);
-      if (kHalf != 1) {
-        const Line w = low_nibbles(line);
-        unrolled<kRows>([&](auto r) { dots[r].add(w, four_inputs(x + r * stride + 4 * i)); });
-      }
-      if (kHalf != 0) {
-        const Line w = high_nibbles(line);
-        unrolled<kRows>([&](auto r) { dots[r].add(w, four_inputs(x + r * stride + 16 + 4 * i)); });
-      }
+      const Line w = kHalf == 0 ? low_nibbles(line) : high_nibbles(line);
+      unrolled<kRows>([&](auto r) { dots[r].add(w, four_inputs(x + r * stride + 16 * kHalf + 4 * i)); });
     });
   }
 };
@@ -156,12 +155,12 @@ struct ByteCodes {
   static constexpr int64_t kBytes = kBlock * kLanes;
 
   template <int kHalf, int kRows>
-  __attribute__((always_inline)) static void add(const uint8_t* codes, const int8_t* x, int64_t stride, Dot (&dots)[kRows]) {
-    constexpr int kFirst = kHalf == 1 ? 4 : 0;
-    unrolled<kHalf == -1 ? 8 : 4>([&](auto i) {
-      __builtin_prefetch(codes + 64 * (kFirst + i) + 4096);
-      const Line w = load_line(codes + 64 * (kFirst + i));
-      unrolled<kRows>([&](auto r) { dots[r].add(w, four_inputs(x + r * stride + 4 * (kFirst + i))); });
+  __attribute__((always_inline)) static void add(const uint8_t* codes, const int8_t* x, int64_t stride,
+                                                 Dot (&dots)[kRows]) {
+    unrolled<4>([&](auto i) {
+      __builtin_prefetch(codes + 64 * (4 * kHalf + i) + kAhead);
+      const Line w = load_line(codes + 64 * (4 * kHalf + i));
+      unrolled<kRows>([&](auto r) { dots[r].add(w, four_inputs(x + r * stride + 16 * kHalf + 4 * i)); });
     });
   }
 };
@@ -171,33 +170,56 @@ inline F32x16 load_numbers(const void* p, DType dtype, int64_t i) {
   return dtype == DType::f16 ? load(static_cast<const F16*>(p) + i) : load(static_cast<const float*>(p) + i);
 }
 
-// A block, or half of one, with its scales at `at`, onto the sums. What does not change from block to block is asked for
-// in every block: the branches are always foreseen, and one kernel serves all.
+// Adds the products of a half block of some rows. half: of all halves of a row, which one.
 template <typename Codes, int kHalf, int kRows>
-__attribute__((always_inline)) inline void add_block(const Product& args, const uint8_t* codes, int64_t at, int64_t row,
-                                                     int64_t block, int64_t blocks, F32x16 (&y)[kRows]) {
+__attribute__((always_inline)) inline void add_half(const Product& args, const uint8_t* codes, int64_t row,
+                                                    int64_t half, int64_t halves, typename Codes::Dot (&dots)[kRows]) {
+  const int8_t* x = args.inputs.codes + (row * halves + half - kHalf) * kHalfBlock;
+  Codes::template add<kHalf, kRows>(codes, x, halves * kHalfBlock, dots);
+}
+
+// The products of a block, times the scales of the activations. kJoined: whether both halves have the same.
+template <typename Codes, bool kJoined, int kRows>
+__attribute__((always_inline)) inline void add_block(const Product& args, const uint8_t* codes, int64_t row,
+                                                     int64_t block, int64_t halves, F32x16 (&totals)[kRows]) {
+  const float* scales = args.inputs.scales + row * halves + 2 * block;
+  typename Codes::Dot first[kRows], second[kRows];
+  add_half<Codes, 0>(args, codes, row, 2 * block, halves, first);
+  if constexpr (kJoined) {
+    add_half<Codes, 1>(args, codes, row, 2 * block + 1, halves, first);
+    unrolled<kRows>([&](auto r) { totals[r] = to_float(first[r].total()) * splat(scales[r * halves]); });
+  } else {
+    unrolled<kRows>([&](auto r) { totals[r] = to_float(first[r].total()) * splat(scales[r * halves]); });
+    add_half<Codes, 1>(args, codes, row, 2 * block + 1, halves, second);
+    unrolled<kRows>([&](auto r) {
+      totals[r] = fma(to_float(second[r].total()), splat(scales[r * halves + 1]), totals[r]);
+    });
+  }
+}
+
+// What the weights' offset and minimums add: a number for each output, times the sum of the inputs.
+template <int kRows>
+__attribute__((always_inline)) inline void add_shift(const Product& args, F32x16 scale, int64_t at, const float* sums,
+                                                     bool both, int64_t halves, F32x16 (&y)[kRows]) {
   const Weights& w = args.weights;
-  const int64_t first = row * blocks + block;
-  typename Codes::Dot dots[kRows];
-  Codes::template add<kHalf, kRows>(codes, args.inputs.codes + first * kBlock, blocks * kBlock, dots);
-  const F32x16 scale = load_numbers(w.scales, w.dtype, at);
-  unrolled<kRows>([&](auto r) {
-    y[r] = fma(to_float(dots[r].total()), scale * splat(args.inputs.scales[first + r * blocks]), y[r]);
-  });
   if (!w.offset && !w.minimums) return;
   F32x16 shift = scale * splat(static_cast<float>(-w.offset));
   if (w.minimums) shift = shift + load_numbers(w.minimums, w.dtype, at);
   unrolled<kRows>([&](auto r) {
-    const float* sums = args.inputs.sums + 2 * (first + r * blocks);
-    y[r] = fma(shift, splat(kHalf < 0 ? sums[0] + sums[1] : sums[kHalf]), y[r]);
+    const float* p = sums + r * halves;
+    y[r] = fma(shift, splat(both ? p[0] + p[1] : p[0]), y[r]);
   });
 }
 
-template <typename Codes, int kRows>
+// What does not change from block to block, such as the dtype of scales, is asked for in every block: the branches are
+// always foreseen, and one kernel serves all.
+template <typename Codes, bool kJoined, int kRows>
 void integer_tile(const Product& args, int64_t panel, int64_t row) {
   const Weights& w = args.weights;
-  const int64_t blocks = blocks_of(w.inputs), groups = (w.inputs + w.group - 1) / w.group;
+  const int64_t blocks = blocks_of(w.inputs), halves = 2 * blocks, groups = (w.inputs + w.group - 1) / w.group;
   const uint8_t* codes = static_cast<const uint8_t*>(w.values) + panel * blocks * Codes::kBytes;
+  const float* sums = args.inputs.sums + row * halves;
+  const float* scales = args.inputs.scales + row * halves;
   int64_t at = panel * groups * kLanes;
   F32x16 y[kRows];
   unrolled<kRows>([&](auto r) { y[r] = splat(0.0f); });
@@ -205,15 +227,28 @@ void integer_tile(const Product& args, int64_t panel, int64_t row) {
     const int64_t per_group = w.group / kBlock;
     for (int64_t first = 0; first < blocks; first += per_group, at += kLanes) {
       const int64_t last = first + per_group < blocks ? first + per_group : blocks;
-      for (int64_t b = first; b < last; ++b, codes += Codes::kBytes)
-        add_block<Codes, -1>(args, codes, at, row, b, blocks, y);
+      for (int64_t b = first; b < last; ++b, codes += Codes::kBytes) {
+        const F32x16 scale = load_numbers(w.scales, w.dtype, at);
+        F32x16 totals[kRows];
+        add_block<Codes, kJoined>(args, codes, row, b, halves, totals);
+        unrolled<kRows>([&](auto r) { y[r] = fma(scale, totals[r], y[r]); });
+        add_shift(args, scale, at, sums + 2 * b, true, halves, y);
+      }
     }
   } else {
+    const auto half = [&](auto which, int64_t b) __attribute__((always_inline)) {
+      const F32x16 scale = load_numbers(w.scales, w.dtype, at);
+      typename Codes::Dot dots[kRows];
+      add_half<Codes, which.value>(args, codes, row, 2 * b + which, halves, dots);
+      unrolled<kRows>([&](auto r) {
+        y[r] = fma(scale, to_float(dots[r].total()) * splat(scales[r * halves + 2 * b + which]), y[r]);
+      });
+      add_shift(args, scale, at, sums + 2 * b + which, false, halves, y);
+      at += kLanes;
+    };
     for (int64_t b = 0; b < blocks; ++b, codes += Codes::kBytes) {
-      add_block<Codes, 0>(args, codes, at, row, b, blocks, y);
-      if (2 * b + 1 == groups) break;
-      add_block<Codes, 1>(args, codes, at + kLanes, row, b, blocks, y);
-      at += 2 * kLanes;
+      half(Index<0>(), b);
+      if (2 * b + 1 < groups) half(Index<1>(), b);
     }
   }
   finish(args, y, row, panel);
@@ -230,12 +265,12 @@ struct FloatTiles {
   }
 };
 
-template <typename Codes>
+template <typename Codes, bool kJoined>
 struct IntegerTiles {
   static constexpr int kMost = 4;
   template <int kRows>
   static void rows(const Product& args, int64_t panel, int64_t last_panel, int64_t row) {
-    for (; panel < last_panel; ++panel) integer_tile<Codes, kRows>(args, panel, row);
+    for (; panel < last_panel; ++panel) integer_tile<Codes, kJoined, kRows>(args, panel, row);
   }
 };
 
@@ -257,12 +292,16 @@ void all_tiles(const Product& args, int64_t first_panel, int64_t last_panel, int
 }
 
 void product(const Product& args, int64_t first_panel, int64_t last_panel, int64_t first_row, int64_t last_row) {
-  const DType dtype = args.weights.dtype;
-  const auto function = args.weights.coding == Coding::nibbles ? all_tiles<IntegerTiles<NibbleCodes>>
-                        : args.weights.coding == Coding::bytes ? all_tiles<IntegerTiles<ByteCodes>>
-                        : dtype == DType::f16                  ? all_tiles<FloatTiles<F16>>
-                        : dtype == DType::bf16                 ? all_tiles<FloatTiles<Bf16>>
-                                                               : all_tiles<FloatTiles<float>>;
+  const Weights& w = args.weights;
+  const bool joined = w.sharing != Sharing::halves;
+  const auto function =
+      w.coding == Coding::nibbles
+          ? joined ? all_tiles<IntegerTiles<NibbleCodes, true>> : all_tiles<IntegerTiles<NibbleCodes, false>>
+      : w.coding == Coding::bytes
+          ? joined ? all_tiles<IntegerTiles<ByteCodes, true>> : all_tiles<IntegerTiles<ByteCodes, false>>
+      : w.dtype == DType::f16  ? all_tiles<FloatTiles<F16>>
+      : w.dtype == DType::bf16 ? all_tiles<FloatTiles<Bf16>>
+                               : all_tiles<FloatTiles<float>>;
   function(args, first_panel, last_panel, first_row, last_row);
 }
 

@@ -48,7 +48,7 @@ int64_t panel_bytes(const Weights& w) {
 }
 
 Inputs prepare(const Weights& w, const void* x, int64_t rows, int64_t x_stride, DType dtype) {
-  Prepare args = {x, dtype, x_stride, w.inputs, w.order, w.whole_rows, {}, nullptr};
+  Prepare args = {x, dtype, x_stride, w.inputs, w.order, w.sharing, {}, nullptr};
   if (w.coding == Coding::floats) {
     if (dtype == DType::f32 && !w.order) return {static_cast<const float*>(x), x_stride, nullptr, nullptr, nullptr};
     args.floats = scratch(float_memory, rows * w.inputs);
@@ -57,7 +57,7 @@ Inputs prepare(const Weights& w, const void* x, int64_t rows, int64_t x_stride, 
   } else {
     const int64_t blocks = rows * ceil_div(w.inputs, kBlock);
     args.inputs.codes = scratch(code_memory, blocks * kBlock);
-    args.inputs.scales = scratch(scale_memory, blocks);
+    args.inputs.scales = scratch(scale_memory, 2 * blocks);
     args.inputs.sums = scratch(sum_memory, 2 * blocks);
   }
   by_ranges(rows, w.inputs, [&](int64_t first, int64_t last) { kernels().prepare(args, first, last); });
@@ -95,7 +95,7 @@ void linear(const std::vector<Weights>& parts, const void* x, int64_t rows, int6
   for (const Weights& w : parts) {
     const bool floats = w.coding == Coding::floats;
     if (!ready_for || (ready_for->coding == Coding::floats) != floats || ready_for->order != w.order ||
-        ready_for->whole_rows != w.whole_rows) {
+        ready_for->sharing != w.sharing) {
       inputs = prepare(w, x, rows, x_stride, dtype);
       ready_for = &w;
     }

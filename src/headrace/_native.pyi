@@ -39,7 +39,7 @@ class Matrix:
         inputs: int,
         group: int,
         offset: int,
-        whole_rows: bool,
+        sharing: int,
         values: int,
         scales: int,
         minimums: int,
@@ -173,3 +173,31 @@ def to_float(x: int, dtype: int, y: int, n: int, chosen: bool = False) -> Op:
 
 def softcap(x: int, y: int, n: int, cap: float, chosen: bool = False) -> Op:
     """x is float32 without gaps, n values for each token."""
+
+def sample(
+    logits: int,
+    rows: int,
+    vocabulary: int,
+    stride: int,
+    temperature: int,
+    top_k: int,
+    top_p: int,
+    min_p: int,
+    uniform: int,
+    xtc_threshold: int,
+    tokens: int,
+) -> None:
+    """See `headrace.ops.sample.sample`. Settings: addresses of float64, top_k of int64; xtc_threshold may be 0."""
+
+def logprobs(
+    logits: int,
+    rows: int,
+    vocabulary: int,
+    stride: int,
+    token_ids: int,
+    top: int,
+    chosen: int,
+    top_values: int,
+    top_ids: int,
+) -> None:
+    """See `headrace.ops.sample.logprobs`. token_ids: of the vocabulary; top: at most its size."""

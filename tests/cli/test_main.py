@@ -31,6 +31,7 @@ def test_version() -> None:
         ["quantize", "--help"],
         ["eval", "--help"],
         ["bench", "--help"],
+        ["info", "--help"],
     ],
 )
 def test_help_loads_nothing_heavy(arguments: list[str]) -> None:

@@ -51,9 +51,9 @@ def coded(
     )
 
 
-def rounded(x: Tensor) -> Tensor:
-    """Activations as codes of eight bits with a scale for each 32, and back, in float64."""
-    padded = torch.nn.functional.pad(x, (0, -x.shape[1] % 32)).view(len(x), -1, 32)
+def rounded(x: Tensor, shared: int = 16) -> Tensor:
+    """Activations as codes of eight bits with a scale for each 16 (or `shared`), and back, in float64."""
+    padded = torch.nn.functional.pad(x, (0, -x.shape[1] % shared)).view(len(x), -1, shared)
     scale = (padded.abs().amax(-1, keepdim=True) / 127).clamp(min=1e-30)
     return ((padded / scale).round() * scale).view(len(x), -1)[:, : x.shape[1]].double()
 
@@ -138,6 +138,20 @@ def test_groups_that_no_kernel_takes_become_floats(ops: CpuOps, group: int) -> N
     torch.testing.assert_close(
         ops.linear(x, ops.matrix([weight], torch.float32)).double(), expected, rtol=1e-4, atol=1e-4
     )
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("coding", CODINGS, ids=str)
+def test_a_scale_for_32_activations_where_asked_for(coding: dict[str, int], isa: str) -> None:
+    before = _native.isa()
+    _native.select_isa(isa)
+    ops, weight, x = CpuOps("int8", 1), coded(33, 100, **coding), torch.randn(5, 100)
+    found = ops.linear(x, ops.matrix([weight], torch.float32))
+    _native.select_isa(before)
+    order = weight.coded.order
+    values = weight.dequantize().double()
+    columns, values = (x, values) if order is None else (x[:, order], values[:, order])
+    torch.testing.assert_close(found.double(), rounded(columns, 32) @ values.T, rtol=1e-4, atol=2e-3)
 
 
 def test_float32_activations_where_asked_for() -> None:

@@ -1,4 +1,7 @@
-"""Drawing tokens and logprobs, against exact distributions, transformers' filters and torch."""
+"""Drawing tokens and logprobs, against exact distributions, transformers' filters and torch.
+
+All tests run on the reference and on the native kernels, which in the end are compared with each other.
+"""
 
 import numpy as np
 import pytest
@@ -8,7 +11,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from headrace.ops.sample import logprobs, sample
+from headrace import _native
+from headrace.ops import sample as reference
+from headrace.ops.cpu import CpuOps
 from helpers.distribution import exact_distribution, p_value, transformers_distribution
 
 DRAWS = 50_000
@@ -26,6 +31,15 @@ FILTERS = {
 }
 # All tests of one run together wrongly fail with a probability of 1 in 1000, had they not fixed seeds.
 THRESHOLD = 1e-3 / len(FILTERS)
+
+
+@pytest.fixture(scope="module", autouse=True, params=["reference", "native"])
+def implementation(request):
+    """Sets `sample` and `logprobs` for the module's tests; a fixture for each test would not go with Hypothesis."""
+    global sample, logprobs
+    source = reference if request.param == "reference" else CpuOps(threads=2)
+    sample, logprobs = source.sample, source.logprobs
+    return request.param
 
 
 def draw(logits, uniform, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
@@ -238,7 +252,10 @@ class OpsUsed(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_nothing_is_sorted_where_no_filter_needs_it():
+def test_nothing_is_sorted_where_no_filter_needs_it(implementation):
+    if implementation == "native":
+        pytest.skip("torch's operations are counted")
+
     def used(**filters):
         with OpsUsed() as ops:
             draw(example_logits(), [0.5, 0.6], **filters)
@@ -283,3 +300,44 @@ def test_logprobs_of_logits_that_are_no_numbers():
     torch.testing.assert_close(chosen, torch.tensor([-inf, -inf, -inf, half]))
     torch.testing.assert_close(top_values, torch.tensor([[-inf, -inf], [-inf, -inf], [half, half], [half, half]]))
     assert top_ids.tolist() == [[0, 1], [0, 1], [0, 2], [0, 2]]
+
+
+def test_native_tokens_are_those_of_the_reference(implementation):
+    """All filters at once, flat and steep rows, ties, and numbers that are none; the same on every instruction set."""
+    if implementation == "reference":
+        pytest.skip("both are compared already")
+    rng = np.random.default_rng(3)
+    n, v = 300, 1237
+    logits = rng.normal(0, rng.choice([0.01, 1, 5, 40], (n, 1)), (n, v))
+    logits[::3] = np.round(logits[::3])
+    logits[rng.random((n, v)) < rng.choice([0, 0.01, 0.9], (n, 1))] = -np.inf
+    logits[::17, 5], logits[::29, 6], logits[7] = np.nan, np.inf, -np.inf
+    logits = torch.from_numpy(logits.astype(np.float32))
+    columns = [
+        torch.from_numpy(rng.choice([0.0, 1e-39, 1e-3, 0.5, 1.0, 1.7], n)),
+        torch.from_numpy(rng.choice([0, 1, 2, 50, 1236, 1237, 5000], n)),
+        torch.from_numpy(rng.choice([1.0, 0.9, 0.3, 1e-6], n)),
+        torch.from_numpy(rng.choice([0.0, 0.01, 0.2, 1.0], n)),
+        torch.from_numpy(rng.choice([0.0, 0.999999, 0.25, 0.5], n)),
+        torch.from_numpy(rng.choice([2.0, 0.1, 0.5], n)),
+    ]
+    expected = reference.sample(logits, *columns)
+    reports = reference.logprobs(logits, expected, 40)
+    wide = torch.empty(n, v + 3)[:, :v].copy_(logits)  # rows that are apart
+    before = _native.isa()
+    for isa in _native.available_isas():
+        _native.select_isa(isa)
+        assert torch.equal(sample(wide, *columns), expected)
+        for found, report in zip(logprobs(wide, expected, 40), reports, strict=True):
+            torch.testing.assert_close(found, report, rtol=1e-6, atol=2e-6)
+    _native.select_isa(before)
+
+
+def test_what_the_native_kernels_refuse(implementation):
+    if implementation == "reference":
+        pytest.skip("it is torch that refuses")
+    ones = torch.ones(1, dtype=torch.float64)
+    with pytest.raises(ValueError, match="must be float32"):
+        sample(torch.zeros(1, 5).double(), ones, ones.long(), ones, ones, ones)
+    with pytest.raises(IndexError, match="from 0 to 4"):
+        logprobs(torch.zeros(1, 5), torch.tensor([5]), 1)

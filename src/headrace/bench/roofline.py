@@ -49,7 +49,7 @@ class Roofline:
             weight_bytes=sum(t.numel() * t.element_size() for matrix in (*layers, head) for t in tensors(matrix)),
             layer_weights=sum(matrix.shape[0] * matrix.shape[1] for matrix in layers),
             head_weights=head.shape[0] * head.shape[1],
-            is_integer=is_whole and worker.config.activation_precision == "auto",
+            is_integer=is_whole and worker.config.activation_precision != "float32",
             windows=tuple(Counter(config.windows).items()),
             cache_bytes=worker.cache_bytes / worker.num_blocks / layout.block_size / layout.layers_per_group,
             attention_operations=4 * config.num_heads * config.head_dim,

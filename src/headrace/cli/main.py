@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from headrace import __version__
-from headrace.cli import bench, chat, evaluate, generate, quantize, serve
+from headrace.cli import bench, chat, evaluate, generate, info, quantize, serve
 from headrace.errors import HeadraceError
 
 DESCRIPTION = """\
@@ -30,11 +30,13 @@ examples:
   headrace quantize ./model --method int4 --output ./model-int4   make a model smaller
   headrace eval ppl ./model-int4 --dataset text.txt               and see what that cost
   headrace bench latency default                                  measure how fast a model is here
+  headrace info                                                   what this machine has
 
 environment:
   HF_HOME, HF_TOKEN, HF_HUB_OFFLINE   as everywhere: where hub models are kept, the access token, no network
   HEADRACE_CACHE                      instead of ~/.cache/headrace (or $XDG_CACHE_HOME/headrace)
   OMP_NUM_THREADS                     CPU threads, where --threads does not say
+  HEADRACE_ISA                        instruction set of the kernels, instead of the best ('headrace info')
 
 exit status:
   0    all went well
@@ -84,7 +86,7 @@ def build_parser() -> Parser:
     parser = Parser(prog="headrace", usage="headrace COMMAND [arguments]", description=DESCRIPTION, epilog=EXAMPLES)
     parser.add_argument("--version", action="version", version=f"headrace {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, prog="headrace")
-    for command in (serve, chat, generate, quantize, evaluate, bench):
+    for command in (serve, chat, generate, quantize, evaluate, bench, info):
         command.add_to(commands)
     return parser
 

@@ -145,7 +145,6 @@ class Engine:
     @property
     def info(self) -> ModelInfo:
         worker, config = self.worker, self.config
-        isa = getattr(worker.ops, "isa", None)
         return ModelInfo(
             max_model_len=self.max_model_len,
             vocab_size=self.vocab_size,
@@ -156,7 +155,7 @@ class Engine:
             scheme=self._scheme,
             dtype="float32" if config.dtype == "auto" else config.dtype,
             kv_cache_dtype=config.kv_cache_dtype,
-            kernels=worker.ops.name + (f" ({isa})" if isa else ""),
+            kernels=worker.ops.description,
             threads=worker.threads,
         )
 

@@ -20,7 +20,7 @@ except ImportError as error:
         "or run with backend='reference'"
     ) from error
 else:
-    from headrace.ops.packing import LANES, Packed, is_packable, pack
+    from headrace.ops.packing import BLOCKS, HALVES, LANES, Packed, is_packable, pack
     from headrace.ops.replay import CHOSEN, MAX_TOKENS, Recording, Replay
 
 # How the kernels number the dtypes (csrc/kernels.h).
@@ -48,7 +48,7 @@ class CpuOps(Ops):
     """Ops on the CPU's own vector instructions. The kernels in csrc/ give the same bits on every instruction set.
 
     activation_precision: "auto" multiplies weights that are stored as whole numbers by activations of eight bits, with
-        a scale for every 32 inputs; "float32" takes the values of both as they are.
+        a scale for every 16 inputs, and "int8" with one for every 32; "float32" takes the values of both as they are.
     threads: that share an op's work; None takes as many as torch does.
     """
 
@@ -58,13 +58,19 @@ class CpuOps(Ops):
 
     def __init__(self, activation_precision: str = "auto", threads: int | None = None) -> None:
         try:
-            self.isa = _native.isa()
+            self.isa, self.available_isas = _native.isa(), _native.available_isas()
         except ValueError as error:
             raise ConfigError(str(error)) from error
-        self.codes = activation_precision == "auto"
+        self.codes = activation_precision != "float32"
+        self.sharing = BLOCKS if activation_precision == "int8" else HALVES
         _native.set_threads(threads or torch.get_num_threads())
         self._recording: Recording | None = None
         self._angles: list[tuple[Tensor, float, Tensor, Tensor]] = []
+
+    @property
+    def description(self) -> str:
+        activations = f"of 8 bits, a scale for {16 if self.sharing == HALVES else 32}" if self.codes else "in floats"
+        return f"{self.name} ({self.isa}; activations {activations})"
 
     # Weights and memory
 
@@ -75,7 +81,7 @@ class CpuOps(Ops):
         """
         if any(w.activation_bits is not None and not is_packable(w.integers()) for w in weights):
             return super().matrix(weights, dtype)
-        return _native_matrix(pack(weights, dtype, codes=self.codes), dtype)
+        return _native_matrix(pack(weights, dtype, codes=self.codes, sharing=self.sharing), dtype)
 
     def table(self, weight: Weight, dtype: torch.dtype) -> Matrix:
         return self.matrix([weight], dtype)
@@ -234,6 +240,45 @@ class CpuOps(Ops):
         self._do(_native.softcap, x.contiguous(), y, x[:1].numel(), cap, self._is_chosen(x), size=len(x))
         return y
 
+    # The end of a step
+
+    def sample(
+        self,
+        logits: Tensor,
+        temperature: Tensor,
+        top_k: Tensor,
+        top_p: Tensor,
+        min_p: Tensor,
+        uniform: Tensor,
+        xtc_threshold: Tensor | None = None,
+    ) -> Tensor:
+        logits = _rows(logits)
+        rows, vocabulary = logits.shape
+        tokens = torch.empty(rows, dtype=torch.int64)
+        top_k = top_k.to(torch.int64).contiguous()
+        temperature, top_p, min_p, uniform = (t.double().contiguous() for t in (temperature, top_p, min_p, uniform))
+        xtc = None if xtc_threshold is None else xtc_threshold.double().contiguous()
+        _native.sample(
+            logits.data_ptr(), rows, vocabulary, logits.stride(0), temperature.data_ptr(), top_k.data_ptr(),
+            top_p.data_ptr(), min_p.data_ptr(), uniform.data_ptr(), 0 if xtc is None else xtc.data_ptr(),
+            tokens.data_ptr(),
+        )  # fmt: skip
+        return tokens
+
+    def logprobs(self, logits: Tensor, token_ids: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor]:
+        logits, token_ids = _rows(logits), token_ids.contiguous()
+        rows, vocabulary = logits.shape
+        if rows and not 0 <= int(token_ids.min()) <= int(token_ids.max()) < vocabulary:
+            raise IndexError(f"token ids must be from 0 to {vocabulary - 1}")
+        top = min(top, vocabulary)
+        chosen, top_values = torch.empty(rows), torch.empty(rows, top)
+        top_ids = torch.empty(rows, top, dtype=torch.int64)
+        _native.logprobs(
+            logits.data_ptr(), rows, vocabulary, logits.stride(0), token_ids.data_ptr(), top,
+            chosen.data_ptr(), top_values.data_ptr(), top_ids.data_ptr(),
+        )  # fmt: skip
+        return chosen, top_values, top_ids
+
     # One op, or all of a step
 
     def replayed(self, forward: Forward, caches: list[KVCache], groups: Sequence[int], max_blocks: int) -> Forward:
@@ -284,12 +329,19 @@ def _number(dtype: torch.dtype) -> int:
     return DTYPES[dtype]
 
 
+def _rows(logits: Tensor) -> Tensor:
+    """Logits as they are, or a copy whose rows are contiguous."""
+    if logits.dtype != torch.float32:
+        raise ValueError(f"logits must be float32, not {logits.dtype}")
+    return logits if logits.stride(1) == 1 else logits.contiguous()
+
+
 def _native_matrix(pieces: list[Packed], dtype: torch.dtype) -> NativeMatrix:
     handle = _native.Matrix()
     for p in pieces:
         numbers = p.values if p.scales is None else p.scales
         handle.add(
-            p.coding, DTYPES[numbers.dtype], p.outputs, p.inputs, p.group_size, p.offset, p.whole_rows,
+            p.coding, DTYPES[numbers.dtype], p.outputs, p.inputs, p.group_size, p.offset, p.sharing,
             p.values.data_ptr(),
             *(0 if t is None else t.data_ptr() for t in (p.scales, p.minimums, p.order)),
         )  # fmt: skip

@@ -14,10 +14,11 @@ from headrace import _native
 from headrace.formats.checkpoint import IntegerWeight, Weight
 
 LANES = 16  # outputs of a panel
-BLOCK = 32  # inputs that share a scale of the activations
+BLOCK = 32  # inputs that lie together
 QUAD = 4  # inputs of an output that stand side by side
 
 FLOATS, NIBBLES, BYTES = 0, 1, 2  # codings, as csrc/kernels.h numbers them
+HALVES, BLOCKS, ROWS = 0, 1, 2  # what shares a scale of the activations
 
 
 @dataclass(slots=True)
@@ -27,7 +28,7 @@ class Packed:
     values: for FLOATS `[panels, inputs, 16]` in float32, bfloat16 or float16; for codes uint8, see `_pack_codes`.
     scales, minimums: `[panels, groups, 16]`, both float16 where that holds them exactly, or else both float32.
     order: int32 `[inputs]`, the input feature of each column; None for their own order.
-    whole_rows: whether the activations get one scale for each token, instead of one for every 32.
+    sharing: whether activations get a scale for every 16 of a token, for every 32, or for all.
     """
 
     coding: int
@@ -39,36 +40,37 @@ class Packed:
     scales: Tensor | None = None
     minimums: Tensor | None = None
     order: Tensor | None = None
-    whole_rows: bool = False
+    sharing: int = HALVES
 
     @property
     def tensors(self) -> list[Tensor]:
         return [t for t in (self.values, self.scales, self.minimums, self.order) if t is not None]
 
 
-def pack(weights: Sequence[Weight], dtype: torch.dtype, *, codes: bool) -> list[Packed]:
+def pack(weights: Sequence[Weight], dtype: torch.dtype, *, codes: bool, sharing: int = HALVES) -> list[Packed]:
     """Weights `[out_i, in]` one below the other; as few pieces as their codings allow.
 
     dtype: of the activations; plain numbers are rounded to it, unless they are stored in less.
     codes: whether weights that are stored as whole numbers stay so; those that ask for rounded activations always do.
+    sharing: as Packed has it; those that ask for rounded activations get ROWS.
     """
     pieces: list[Packed] = []
     joined: list[IntegerWeight] = []
-    whole_rows = False
+    shared = sharing
     for weight in weights:
         rounded = weight.activation_bits is not None
         integers = weight.integers() if codes or rounded else None
         if not is_packable(integers):
             integers = None
-        if joined and (integers is None or rounded != whole_rows or not _alike(joined[-1], integers)):
-            pieces.append(_pack_integers(joined, whole_rows))
+        if joined and (integers is None or rounded != (shared == ROWS) or not _alike(joined[-1], integers)):
+            pieces.append(_pack_integers(joined, shared))
             joined = []
         if integers is None:
             pieces.append(_pack_floats(weight.dequantize(weight.dtype if dtype == torch.float32 else dtype)))
         else:
             joined.append(integers)
-            whole_rows = rounded
-    return [*pieces, _pack_integers(joined, whole_rows)] if joined else pieces
+            shared = ROWS if rounded else sharing
+    return [*pieces, _pack_integers(joined, shared)] if joined else pieces
 
 
 def _pack_floats(matrix: Tensor) -> Packed:
@@ -97,7 +99,7 @@ def _alike(a: IntegerWeight, b: IntegerWeight) -> bool:
     )
 
 
-def _pack_integers(weights: list[IntegerWeight], whole_rows: bool) -> Packed:
+def _pack_integers(weights: list[IntegerWeight], sharing: int) -> Packed:
     minimums = [w.minimums for w in weights if w.minimums is not None]
     first = weights[0]
     numbers = [torch.cat([w.scales for w in weights])]
@@ -122,7 +124,7 @@ def _pack_integers(weights: list[IntegerWeight], whole_rows: bool) -> Packed:
         stored[0],
         stored[1] if minimums else None,
         None if first.order is None else first.order.to(torch.int32),
-        whole_rows,
+        sharing,
     )
 
 

@@ -94,6 +94,11 @@ class Ops:
     name = "reference"
     device = "cpu"  # torch's name for where weights and cache lie
 
+    @property
+    def description(self) -> str:
+        """How this backend computes, for people to read."""
+        return self.name
+
     # Whether a token's results depend on its own sequence only, bit by bit: not on what else is in the step, on how
     # its prompt was cut into chunks, or on the number of threads. Here torch's products change with the number of rows.
     batch_invariant = False

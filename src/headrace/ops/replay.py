@@ -65,7 +65,7 @@ class Recording:
         self._place()
         program = _native.Program()
         for function, arguments in self.calls:
-            program.add(function(*(self._address(a) if isinstance(a, Tensor) else a for a in arguments)))
+            program.add(function(*(self.address(a) if isinstance(a, Tensor) else a for a in arguments)))
         return program
 
     def _place(self) -> None:
@@ -90,7 +90,7 @@ class Recording:
         for buffer in self._buffers.values():
             buffer.address += self._workspace.data_ptr()
 
-    def _address(self, tensor: Tensor) -> int:
+    def address(self, tensor: Tensor) -> int:
         if not tensor.is_meta:
             return tensor.data_ptr()
         return self._buffers[_identity(tensor)].address + int(tensor.storage_offset()) * tensor.itemsize
@@ -98,7 +98,7 @@ class Recording:
     def view(self, result: Tensor) -> Tensor:
         """The memory of a result `[TOKENS or CHOSEN, n]`, float32 `[MAX_TOKENS, n]`."""
         assert self._workspace is not None
-        start = self._address(result) - self._workspace.data_ptr()
+        start = self.address(result) - self._workspace.data_ptr()
         count = result.shape[1]
         return self._workspace[start : start + 4 * MAX_TOKENS * count].view(torch.float32).view(MAX_TOKENS, count)
 

@@ -29,7 +29,8 @@ DTYPES = {"auto": torch.float32, "float32": torch.float32, "bfloat16": torch.bfl
 TORCH_THREADS = torch.get_num_threads()
 
 
-def _default_threads() -> int:
+def default_threads() -> int:
+    """How many threads share the work where nobody says."""
     return TORCH_THREADS if "OMP_NUM_THREADS" in os.environ else min(TORCH_THREADS, available_cpus())
 
 
@@ -44,7 +45,7 @@ class Worker:
     """
 
     def __init__(self, config: EngineConfig, checkpoint: Checkpoint) -> None:
-        self.threads = config.threads or _default_threads()
+        self.threads = config.threads or default_threads()
         self.ops = create_ops(config.backend, config.activation_precision, self.threads)
         # Threads of torch wait for its next op in a loop, and so would take the cores from the kernels' own.
         torch.set_num_threads(1 if self.ops.own_threads else self.threads)
