@@ -52,16 +52,22 @@ def main() -> None:
         for start in range(0, len(ids), args.chunk)
     )
     result = Result(
-        benchmark="activation_quality",
-        title="What activations of eight bits cost in quality",
+        benchmark=f"activation_quality_{args.activation_precision}",
+        title=f"What activations of eight bits cost in quality ({args.activation_precision})",
         note="The same text through the same weights, with activations in float32 and rounded to eight bits with a "
-        "scale for every 32, as the native kernels have them: Kullback-Leibler divergence of the next token's "
+        f"scale for every {16 if args.activation_precision == 'auto' else 32} "
+        f"(`--activation-precision {args.activation_precision}`): Kullback-Leibler divergence of the next token's "
         "distribution in nats.",
         rows=[
             {"figure": name.replace("int8", "eight bits"), "value": f"{value:.5g}"}
             for name, value in quality(pairs).items()
         ],
-        settings={"model": str(model), "tokens": len(ids), "chunk": args.chunk},
+        settings={
+            "model": str(model),
+            "tokens": len(ids),
+            "chunk": args.chunk,
+            "activation_precision": args.activation_precision,
+        },
     )
     print(as_text(result.rows))
     if args.output_json:
