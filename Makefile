@@ -26,7 +26,8 @@ lint: $(VENV)/.installed-dev ## what `make test` does, without the tests
 	$(BIN)/lint-imports --no-logo
 
 compare: $(VENV)/.installed-dev ## Headrace against its peers from PyPI, on this machine; an hour the first time
-	$(BIN)/python bench/compare/compare.py --output-json bench/results/compare.json $(ARGS)
+	$(BIN)/python bench/compare/compare.py --output-json build/compare/compare.json $(ARGS)
+	$(BIN)/python bench/compare/served.py --output-json build/compare/served.json
 
 clean: ## remove .venv and everything that was built
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

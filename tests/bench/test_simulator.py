@@ -118,7 +118,7 @@ def test_every_token_is_there_and_in_order() -> None:
         settings = EngineSettings(
             scheduling_policy=policy, max_num_seqs=6, max_model_len=128, cache_tokens=512, swap_tokens=swap
         )
-        run = Simulator(settings, simulate.DOCUMENTED).run(asked)
+        run = Simulator(settings, simulate.ROUND_COST).run(asked)
         for life in run.lives:
             assert len(life.moments) == life.sample.output_len
             assert life.moments == sorted(life.moments)

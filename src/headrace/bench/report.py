@@ -18,7 +18,19 @@ INTRODUCTION = (
     "machine, with the command that gave it; only ratios carry over to other machines."
 )
 # In which order benchmarks stand on a page; others follow by name.
-ORDER = ("compare", "limits", "latency", "throughput", "serve", "sweep", "startup", "kernels", "fit", "simulate")
+ORDER = (
+    "compare",
+    "compare_served",
+    "limits",
+    "latency",
+    "throughput",
+    "serve",
+    "sweep",
+    "startup",
+    "kernels",
+    "fit",
+    "simulate",
+)
 
 
 def load(paths: Sequence[str]) -> list[Result]:

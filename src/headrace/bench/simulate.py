@@ -11,8 +11,8 @@ from headrace.bench.results import Result, Row
 from headrace.bench.simulate_settings import EXPERIMENTS, EngineSettings, SimulateSettings
 from headrace.bench.simulator import Run, Simulator
 
-# 2 cores of an AMD EPYC with AVX2, SmolLM2-135M in Q4_1: rounded from what `headrace bench fit` found there.
-DOCUMENTED = StepCost(
+# About that of a model of 135 million weights on two cores. `headrace bench fit` finds that of a machine.
+ROUND_COST = StepCost(
     tokens=((1, 0.016), (8, 0.024), (32, 0.06), (128, 0.2), (512, 0.8)),
     sequence=0.0004, decode_pair=1.5e-6, prompt_pair=0.8e-6, copy=1e-4,
 )  # fmt: skip
@@ -37,7 +37,7 @@ def run(settings: SimulateSettings, engine: EngineSettings, dataset: DatasetSett
 
 
 def cost_of(settings: SimulateSettings) -> StepCost:
-    return DOCUMENTED if settings.cost is None else StepCost.load(settings.cost)
+    return ROUND_COST if settings.cost is None else StepCost.load(settings.cost)
 
 
 def _load(settings: SimulateSettings, engine: EngineSettings, dataset: DatasetSettings, cost: StepCost) -> Row:

@@ -58,8 +58,8 @@ class SimulateSettings:
 
     experiment: batching, memory, chunking, prefix, fairness, preemption or all: each an idea with and without. Or load:
         the requests that the dataset's flags ask for.
-    cost: a file: what headrace bench fit has saved, or JSON with the same fields for another machine. By default that
-        of the machine with which the documentation was made.
+    cost: a file: what headrace bench fit has saved, or JSON with the same fields for another machine, such as a GPU. By
+        default round figures, about those of a model of 135 million weights on two cores.
     request_rate: requests a second in a load; without one all are there at once.
     arrival_seed: another one gives other moments and lengths.
     scale: so many times the requests of an experiment.
