@@ -15,9 +15,9 @@ import random
 import statistics
 import time
 from pathlib import Path
-from typing import Any
 
 from headrace import LLM, SamplingParams
+from headrace.bench.results import Result, Row, as_text
 from headrace.engine.core import Engine
 from headrace.engine.request import Request
 from headrace.formats.package_models import DEFAULT_MODEL, fetch
@@ -100,7 +100,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=96, help="of each stream (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="of each (default: %(default)s)")
     parser.add_argument("--threads", type=int, help="(default: the engine's own)")
-    parser.add_argument("--json", type=Path, help="write the figures there too")
+    parser.add_argument("--output-json", help="save the table")
     args = parser.parse_args()
 
     config = args.config or json.dumps({"method": args.method})
@@ -115,9 +115,8 @@ def main() -> None:
     ).engine
     for speculative in (False, True):  # so that costs are known
         measure(engine, prompts(engine, "edit", 1, -1), 48, 0.0, speculative)
-    print(config)
-    print("workload   streams  without   with  ratio  accepted  tokens a draft  drafting")
-    figures: list[dict[str, Any]] = []
+    rows: list[Row] = []
+    rounds: list[dict[str, object]] = []
     for workload in args.workloads:
         for batch in args.batches:
             temperature = 1.0 if workload == "random" else 0.0
@@ -132,29 +131,35 @@ def main() -> None:
                 getattr(after, name) - getattr(before, name)
                 for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
             )
-            without, having = (statistics.median(speeds[speculative]) for speculative in (False, True))
-            ratio = statistics.median(b / a for a, b in zip(speeds[False], speeds[True], strict=True))
-            figures.append(
+            rows.append(
                 {
                     "workload": workload,
                     "streams": batch,
-                    "without": without,
-                    "with": having,
-                    "ratio": ratio,
-                    "accepted": right / drafted if drafted else None,
+                    "without_tok_s": statistics.median(speeds[False]),
+                    "with_tok_s": statistics.median(speeds[True]),
+                    "with_by_without_ratio": statistics.median(
+                        b / a for a, b in zip(speeds[False], speeds[True], strict=True)
+                    ),
+                    "accepted": f"{right / drafted:.0%}" if drafted else "-",
                     "tokens_per_draft": 1 + right / drafts if drafts else 1.0,
-                    "drafting": (after.draft_seconds - before.draft_seconds) / seconds,
+                    "drafting_percent": 100 * (after.draft_seconds - before.draft_seconds) / seconds,
                 }
             )
-            f = figures[-1]
-            accepted = "-" if f["accepted"] is None else f"{f['accepted']:.0%}"
-            print(
-                f"{workload:9} {batch:8} {without:8.1f} {having:6.1f} {ratio:6.2f} {accepted:>9} "
-                f"{f['tokens_per_draft']:15.2f} {f['drafting']:9.1%}",
-                flush=True,
-            )
-    if args.json:
-        args.json.write_text(json.dumps({"config": json.loads(config), "figures": figures}, indent=2))
+            rounds.append({"workload": workload, "streams": batch, "without": speeds[False], "with": speeds[True]})
+            print(as_text(rows[-1:]).splitlines()[-1], flush=True)
+    result = Result(
+        benchmark="speculative",
+        title="What speculation brings",
+        note=f"Output tokens of all streams together, with `--speculative-config '{config}'` and without, in turn on "
+        "one engine. edit, quote and json repeat themselves; chat and random (at temperature 1) do not. "
+        f"Medians of {args.rounds} round(s) of {args.tokens} tokens a stream.",
+        rows=rows,
+        settings={"config": json.loads(config), "tokens": args.tokens, "rounds": args.rounds, "threads": args.threads},
+        details={"rounds": rounds},
+    )
+    print(as_text(rows))
+    if args.output_json:
+        result.save(args.output_json)
 
 
 if __name__ == "__main__":

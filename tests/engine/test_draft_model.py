@@ -33,8 +33,8 @@ STEM = random_prompt(37)
 Make = Callable[..., Engine]
 
 
-def requests(count: int = 6, **params: Any) -> list[Request]:
-    base = {"temperature": 0, "seed": 5, "max_tokens": 24, "ignore_eos": True, "logprobs": 1} | params
+def requests(count: int = 5, **params: Any) -> list[Request]:
+    base = {"temperature": 0, "seed": 5, "max_tokens": 20, "ignore_eos": True, "logprobs": 1} | params
     prompts = [[*STEM[: 6 * i], *random_prompt(1 + 5 * (i % 3), i)] for i in range(count)]
     return [Request(f"{i}", prompt, SamplingParams(**base)) for i, prompt in enumerate(prompts)]
 

@@ -39,8 +39,6 @@ PROMPTS = [
     ids("for i in range(3):\n    print(i)\nfor j in range(3):\n    print("),
     ids("a"),
     random_prompt(40),
-    ids("one two three one two three one"),
-    ids("abababab"),
 ]
 
 
@@ -157,16 +155,15 @@ def test_to_the_end_of_the_context(plain: Engine, make: Make) -> None:
     "settings",
     [
         {"max_num_batched_tokens": 8, "max_num_seqs": 4},  # prompts in chunks, and little room for drafts
-        {"kv_cache_memory": 128 * TOKEN_BYTES, "block_size": 4},  # preemption
-        {"kv_cache_memory": 128 * TOKEN_BYTES, "block_size": 4, "swap_space": "1MiB", "enable_prefix_caching": False},
+        {"kv_cache_memory": 120 * TOKEN_BYTES, "block_size": 4},  # preemption
+        {"kv_cache_memory": 120 * TOKEN_BYTES, "block_size": 4, "swap_space": "1MiB", "enable_prefix_caching": False},
         {"kv_cache_layout": "contiguous", "max_num_seqs": 3},
         {"scheduling_policy": "fair", "block_size": 1},
     ],
     ids=str,
 )
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_whatever_interrupts_it(plain: Engine, make: Make, settings: dict[str, Any], temperature: float) -> None:
-    each = requests(temperature=temperature, max_tokens=30)
+def test_whatever_interrupts_it(plain: Engine, make: Make, settings: dict[str, Any]) -> None:
+    each = requests(temperature=0.9, max_tokens=40)
     truth = run(plain, each)
     engine = knowing(make(**settings), truth, each)
     assert_identical(truth, run(engine, each))

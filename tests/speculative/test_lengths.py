@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from headrace.speculative.lengths import FIRST_PATIENCE, LONGEST_PATIENCE, MARGIN, DraftLengths
+from headrace.speculative.lengths import FIRST_PATIENCE, LONGEST_PATIENCE, MARGIN, PRIOR_WEIGHT, DraftLengths
 
 
 def told(rates: dict[int, float], seed: int = 0) -> DraftLengths:
@@ -20,7 +20,8 @@ def told(rates: dict[int, float], seed: int = 0) -> DraftLengths:
 
 def rate_of(lengths: DraftLengths, seq_id: int) -> float:
     own, all_ = lengths._records[seq_id], lengths._all
-    return min(0.99, (own.right + 3 * all_.right / all_.judged) / (own.judged + 3))
+    prior = all_.right / all_.judged
+    return min(0.99, (own.right + PRIOR_WEIGHT * prior) / (own.judged + PRIOR_WEIGHT))
 
 
 @pytest.mark.parametrize("token_seconds", [0.001, 0.02, 0.1, 0.4, 2.0])

@@ -31,7 +31,7 @@ def searched(tokens: list[int], most: int, longest: int, shortest: int) -> list[
 tokens = st.lists(st.sampled_from([0, 1, 256, 65536, 257, 2**24]), min_size=1, max_size=40)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(tokens, st.integers(1, 9), st.integers(1, 4), st.integers(0, 3), st.lists(st.integers(1, 10), max_size=4))
 def test_as_searched(text: list[int], most: int, shortest: int, more: int, growth: list[int]) -> None:
     """The sequence grows, and what is known of it is kept."""

@@ -42,7 +42,7 @@ def searched(tokens: list[int], others: list[int], most: int, shortest: int) -> 
 tokens = st.lists(st.sampled_from([0, 1, 256, 65536]), min_size=1, max_size=24)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(tokens, st.lists(tokens, max_size=2), st.integers(1, 9), st.integers(1, 3))
 def test_as_searched(text: list[int], ended: list[list[int]], most: int, shortest: int) -> None:
     proposer = SuffixProposer(shortest)

@@ -23,7 +23,7 @@ from helpers.distribution import exact_distribution, p_value
 OPS = Ops()
 V = 8
 IS_FULL = bool(os.environ.get("HEADRACE_FULL_LENGTH"))
-COUNT, LENGTH = (200_000, 3) if IS_FULL else (400, 2)
+COUNT, LENGTH = (200_000, 3) if IS_FULL else (250, 2)
 pytestmark = pytest.mark.timeout(0 if IS_FULL else 300)
 BATCH = 500  # drafts that are verified together
 FILTERS: dict[str, Any] = {"temperature": 0.8, "top_k": 6, "top_p": 0.95, "min_p": 0.02}
@@ -149,7 +149,7 @@ def test_a_biased_verifier_is_caught(fault: str, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(verifier, "_sampled", biased)
     toy = Toy(2.0)
-    assert p_value(toy.drawn((2,)), toy.continuations()) < 1e-9
+    assert p_value(toy.drawn((2,)), toy.continuations()) < 1e-6
 
 
 def test_greedy_is_the_limit() -> None:

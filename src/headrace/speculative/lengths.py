@@ -7,7 +7,7 @@ from statistics import median
 
 FIRST_PATIENCE, LONGEST_PATIENCE = 16, 512  # steps without a draft, until one token is tried again
 MARGIN = 1.05  # by how much a token must be worth more than it costs, as both are estimates
-PRIOR_WEIGHT = 3.0  # of what all sequences have seen, in tokens, beside what one has seen itself
+PRIOR_WEIGHT = 1.5  # of what all sequences have seen, in tokens, beside what one has seen itself
 HIGHEST_RATE = 0.99
 
 
