@@ -2,8 +2,8 @@
 
     python bench/step.py [--model FILE.gguf] [--contexts 128,2048] [--batches 1,8] [--threads N]
 
-Times are milliseconds, the least of the rounds, in which both ways take turns. The logits are computed, but no token is
-drawn. "alone" runs each op of the recorded step by a call of its own and adds up by kind.
+Times are milliseconds, the least of the rounds, in which all ways take turns. The logits are computed, but no token is
+drawn. The shares are those of the ops of the recorded step, each run by a call of its own and added up by kind.
 """
 
 import argparse
@@ -12,10 +12,12 @@ from array import array
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from headrace.bench.results import Result, as_text
 from headrace.config import EngineConfig
 from headrace.formats.open import open_checkpoint
 from headrace.formats.package_models import DEFAULT_MODEL, fetch
@@ -33,6 +35,7 @@ def main() -> None:
     parser.add_argument("--batches", default="1,8", help="sequences in the step (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=20, help="(default: %(default)s)")
     parser.add_argument("--threads", type=int, help="(default: all cores)")
+    parser.add_argument("--output-json", help="save the table")
     args = parser.parse_args()
 
     model = str(args.model or fetch(DEFAULT_MODEL))
@@ -41,12 +44,20 @@ def main() -> None:
         model=model, threads=args.threads, max_model_len=max(contexts) + 1, max_num_seqs=max(batches), backend="cpu"
     )
     worker = Worker(config, open_checkpoint(model))
-    for context in contexts:
-        for batch in batches:
-            measure(worker, context, batch, args.rounds)
+    result = Result(
+        benchmark="step",
+        title="Where the time of a decoding step goes",
+        note="Least milliseconds of a step by one native call, and with each op called from Python, in turns; and what "
+        "the kinds of ops take of it.",
+        rows=[measure(worker, context, batch, args.rounds) for context in contexts for batch in batches],
+        settings={"model": model, "threads": worker.threads, "rounds": args.rounds},
+    )
+    print(as_text(result.rows))
+    if args.output_json:
+        result.save(args.output_json)
 
 
-def measure(worker: Worker, context: int, sequences: int, rounds: int) -> None:
+def measure(worker: Worker, context: int, sequences: int, rounds: int) -> dict[str, Any]:
     replay, size = worker._forward, worker.config.block_size
     assert isinstance(replay, Replay)
     width = -(-(context + 1) // size)
@@ -69,13 +80,16 @@ def measure(worker: Worker, context: int, sequences: int, rounds: int) -> None:
         by_call.append(_timed(lambda: replay(ids, batch(), worker.caches, rows)))
         by_op.append(_timed(lambda: worker.decoder.forward(ids, batch(), worker.caches, rows)))
         alone.append(op_for_op(replay, sequences))
-    print(
-        f"{sequences} x {context} tokens: {min(by_call):.2f} ms by one call, {min(by_op):.2f} op by op "
-        f"({min(by_op) / min(by_call):.2f} times), on {worker.threads} threads"
-    )
     least = min(alone, key=lambda times: times.total())
-    for name, milliseconds in least.most_common():
-        print(f"  {name:10s} {milliseconds:7.3f}  {milliseconds / least.total():4.0%}")
+    shares = [f"{name} {milliseconds / least.total():.1%}" for name, milliseconds in least.most_common(5)]
+    return {
+        "sequences": sequences,
+        "context": context,
+        "one call, ms": f"{min(by_call):.2f}",
+        "op by op, ms": f"{min(by_op):.2f}",
+        "op by op / one call": f"{min(by_op) / min(by_call):.2f}",
+        "of the ops": ", ".join(shares),
+    }
 
 
 def op_for_op(replay: Replay, sequences: int) -> "Counter[str]":
