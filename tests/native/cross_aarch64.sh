@@ -9,8 +9,8 @@ source_dir=$(cd "$(dirname "$0")/../../csrc" && pwd)
 build_dir=$1
 host_selftest=$2
 
-# Little optimization, for time: which bits come out depends on the source alone.
-cmake -G Ninja -S "$source_dir" -B "$build_dir" -DHEADRACE_BINDINGS=OFF -DCMAKE_CXX_FLAGS_RELEASE="-O1 -DNDEBUG" \
+# Without optimization, for time: which bits come out depends on the source alone.
+cmake -G Ninja -S "$source_dir" -B "$build_dir" -DHEADRACE_BINDINGS=OFF -DCMAKE_BUILD_TYPE=Debug \
     -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 -DCMAKE_CXX_COMPILER=aarch64-linux-gnu-g++ >/dev/null
 cmake --build "$build_dir"
 if ! command -v qemu-aarch64 >/dev/null; then
