@@ -7,6 +7,15 @@ import httpx
 import pytest
 
 from helpers.http_server import RunningServer, running_server
+from helpers.tiny import save_t0, t0_config
+
+LONG = 4000  # tokens, which take many times the tenth of a second that others wait
+
+
+@pytest.fixture(scope="module")
+def long_t0(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """T0 with room for long answers."""
+    return save_t0(tmp_path_factory.mktemp("long") / "T0", config=t0_config(max_position_embeddings=2 * LONG))
 
 
 def test_cached_tokens_are_told(server: RunningServer) -> None:
@@ -55,10 +64,10 @@ def test_a_full_queue_is_a_429(t0_directory: Path) -> None:
         ("fcfs", "timeout"),
     ],
 )
-def test_waiting_in_vain_is_a_503(t0_directory: Path, policy: str, by: str) -> None:
+def test_waiting_in_vain_is_a_503(long_t0: Path, policy: str, by: str) -> None:
     settings, fields = ({"queue_timeout": 0.1}, {}) if by == "the server" else ({}, {by: 0.1})
-    with running_server(t0_directory, max_num_seqs=1, scheduling_policy=policy, **settings) as small:
-        long = {"model": "T0", "prompt": "a", "max_tokens": 500, "ignore_eos": True, "stream": True, "user": "x"}
+    with running_server(long_t0, max_num_seqs=1, scheduling_policy=policy, **settings) as small:
+        long = {"model": "T0", "prompt": "a", "max_tokens": LONG, "ignore_eos": True, "stream": True, "user": "x"}
         with small.http.stream("POST", "/v1/completions", json=long) as stream:
             lines = stream.iter_lines()
             next(lines)
@@ -71,10 +80,10 @@ def test_waiting_in_vain_is_a_503(t0_directory: Path, policy: str, by: str) -> N
 
 
 @pytest.mark.parametrize("by", ["the server", "the request"])
-def test_a_request_that_takes_too_long_is_ended(t0_directory: Path, by: str) -> None:
+def test_a_request_that_takes_too_long_is_ended(long_t0: Path, by: str) -> None:
     settings, fields = ({"request_timeout": 0.3}, {}) if by == "the server" else ({}, {"timeout": 0.3})
-    with running_server(t0_directory, **settings) as slow:
-        body = {"model": "T0", "prompt": "a", "max_tokens": 500, "ignore_eos": True, "n": 8}
+    with running_server(long_t0, **settings) as slow:
+        body = {"model": "T0", "prompt": "a", "max_tokens": LONG, "ignore_eos": True, "n": 8}
         answer = slow.post("completions", **body, **fields).json()
         assert {(c["finish_reason"], c["stop_reason"]) for c in answer["choices"]} == {("abort", "timeout")}
-        assert 0 < answer["usage"]["completion_tokens"] < 8 * 500
+        assert 0 < answer["usage"]["completion_tokens"] < 8 * LONG
