@@ -63,7 +63,7 @@ def main() -> None:
             for name, value in quality(pairs).items()
         ],
         settings={
-            "model": str(model),
+            "model": Path(model).name,
             "tokens": len(ids),
             "chunk": args.chunk,
             "activation_precision": args.activation_precision,

@@ -57,7 +57,7 @@ def main() -> None:
         "`--kv-cache-dtype int8`: Kullback-Leibler divergence of the next token's distribution in nats, and how much "
         "more context the same memory holds.",
         rows=[{"figure": name, "value": f"{value:.5g}"} for name, value in figures.items()],
-        settings={"model": str(model), "tokens": len(ids), "window": args.window, "chunk": args.chunk},
+        settings={"model": Path(model).name, "tokens": len(ids), "window": args.window, "chunk": args.chunk},
     )
     print(as_text(result.rows))
     if args.output_json:

@@ -50,7 +50,7 @@ def main() -> None:
         note="Least milliseconds of a step by one native call, and with each op called from Python, in turns; and what "
         "the kinds of ops take of it.",
         rows=[measure(worker, context, batch, args.rounds) for context in contexts for batch in batches],
-        settings={"model": model, "threads": worker.threads, "rounds": args.rounds},
+        settings={"model": Path(model).name, "threads": worker.threads, "rounds": args.rounds},
     )
     print(as_text(result.rows))
     if args.output_json:

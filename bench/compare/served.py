@@ -170,7 +170,7 @@ def compare(model: str, names: list[str], args: argparse.Namespace) -> Result:
         "others on the file's own numbers."
         + "".join(f" Missing: {name} ({reason})." for name, reason in missing.items()),
         rows=rows,
-        settings={k: v for k, v in vars(args).items() if k != "output_json"} | {"model": model},
+        settings={k: v for k, v in vars(args).items() if k != "output_json"} | {"model": Path(model).name},
         details={"rounds": found, "missing": missing},
     )
 

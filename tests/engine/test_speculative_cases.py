@@ -4,7 +4,6 @@ HEADRACE_FULL_LENGTH=1 runs all prompts at full length; without it there are a f
 """
 
 import itertools
-import os
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +14,13 @@ from headrace.engine.core import Engine
 from headrace.engine.request import Request
 from headrace.errors import ConfigError
 from helpers.differential import Streams, run
+from helpers.full_length import FULL
 from helpers.model_files import smollm2
 from helpers.t0_engine import t0_llm
 from helpers.tiny import save_t0
 
-IS_FULL = bool(os.environ.get("HEADRACE_FULL_LENGTH"))
-LENGTH = 128 if IS_FULL else 12
-pytestmark = pytest.mark.timeout(0 if IS_FULL else 300)
+LENGTH = 128 if FULL else 12
+pytestmark = pytest.mark.timeout(0 if FULL else 300)
 
 REPETITIVE = [
     *(", ".join(str(i * k) for i in range(1, 12)) + "," for k in range(1, 11)),
@@ -37,7 +36,7 @@ ORDINARY = [
         ("a mill", "the sea", "old clocks", "bread", "a small town"),
     )
 ]
-PROMPTS = REPETITIVE + ORDINARY if IS_FULL else REPETITIVE[::7] + ORDINARY[:1]
+PROMPTS = REPETITIVE + ORDINARY if FULL else REPETITIVE[::7] + ORDINARY[:1]
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +68,7 @@ METHODS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("config", METHODS if IS_FULL else METHODS[:1], ids=lambda c: f"{c['method']}")
+@pytest.mark.parametrize("config", METHODS if FULL else METHODS[:1], ids=lambda c: f"{c['method']}")
 def test_greedy_text_does_not_change(reference: Engine, config: dict[str, Any]) -> None:
     """Penalties, biases and least lengths count the tokens of a draft too; alone and eight at a time."""
     if config.get("model"):
@@ -77,13 +76,13 @@ def test_greedy_text_does_not_change(reference: Engine, config: dict[str, Any]) 
     engine = make(config)
     for params in (
         {"min_tokens": LENGTH // 2, "frequency_penalty": 1.0},
-        *(({}, {"logit_bias": {28: -100.0}}) if IS_FULL else ()),
+        *(({}, {"logit_bias": {28: -100.0}}) if FULL else ()),
     ):
         each = requests(reference, **params)
         truth = run(reference, each)
         assert_identical(truth, run(engine, each, arrivals=[2 * i for i in range(len(each))]))
         alone: Streams = {}
-        for request in each if IS_FULL else each[:1]:
+        for request in each if FULL else each[:1]:
             alone |= run(engine, [request])
             assert_identical({key: truth[key] for key in alone}, alone)
     stats = engine.stats()

@@ -6,6 +6,7 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,13 @@ import pytest
 from headrace.server.run import Exit
 from helpers.http_server import RunningServer, running_server
 
-ENDLESS = {"model": "T0", "prompt": "x", "max_tokens": 500, "ignore_eos": True}
+ENDLESS = {"model": "T0", "prompt": "x", "max_tokens": 4000, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def server(long_t0: Path) -> Iterator[RunningServer]:
+    with running_server(long_t0) as running:
+        yield running
 
 
 def send(server: RunningServer, body: dict[str, Any]) -> socket.socket:
@@ -86,8 +93,8 @@ def test_long_prompts_do_not_block_others(server: RunningServer) -> None:
     assert answered > 2, "one that had to wait would be the last"
 
 
-def test_a_dead_engine_is_told(t0_directory: Path) -> None:
-    with running_server(t0_directory) as failing:
+def test_a_dead_engine_is_told(long_t0: Path) -> None:
+    with running_server(long_t0) as failing:
         whole: list[httpx.Response] = []
         thread = threading.Thread(target=lambda: whole.append(failing.post("completions", **ENDLESS)))
         with failing.http.stream("POST", "/v1/completions", json=ENDLESS | {"stream": True}) as stream:

@@ -2,6 +2,7 @@
 
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -86,8 +87,13 @@ def test_counts_are_those_of_the_requests(server: RunningServer) -> None:
         assert gained.after[f"headrace:{name}", frozenset()] == 0
 
 
-def test_gauges_show_what_runs(server: RunningServer) -> None:
-    body = {"model": "T0", "prompt": "x", "max_tokens": 500, "ignore_eos": True, "stream": True, "n": 70}
+def test_gauges_show_what_runs(long_t0: Path) -> None:
+    body = {"model": "T0", "prompt": "x", "max_tokens": 4000, "ignore_eos": True, "stream": True, "n": 70}
+    with running_server(long_t0) as server:
+        gauges_show(server, body)
+
+
+def gauges_show(server: RunningServer, body: dict[str, Any]) -> None:
     with server.http.stream("POST", "/v1/completions", json=body) as stream:
         next(stream.iter_lines())
         samples = scrape(server)

@@ -7,15 +7,8 @@ import httpx
 import pytest
 
 from helpers.http_server import RunningServer, running_server
-from helpers.tiny import save_t0, t0_config
 
-LONG = 4000  # tokens, which take many times the tenth of a second that others wait
-
-
-@pytest.fixture(scope="module")
-def long_t0(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """T0 with room for long answers."""
-    return save_t0(tmp_path_factory.mktemp("long") / "T0", config=t0_config(max_position_embeddings=2 * LONG))
+LONG = 4000  # tokens of an answer, which take many times the tenth of a second that others wait
 
 
 def test_cached_tokens_are_told(server: RunningServer) -> None:

@@ -4,7 +4,6 @@ A model here is a table of random logits, by the tokens so far. HEADRACE_FULL_LE
 three tokens for each case, which takes some minutes each; without it there are fewer, of two.
 """
 
-import os
 from functools import cache
 from typing import Any
 
@@ -19,12 +18,12 @@ from headrace.sampling.random import uniform
 from headrace.speculative import verifier
 from headrace.speculative.verifier import Draft, verify
 from helpers.distribution import exact_distribution, p_value
+from helpers.full_length import FULL
 
 OPS = Ops()
 V = 8
-IS_FULL = bool(os.environ.get("HEADRACE_FULL_LENGTH"))
-COUNT, LENGTH = (200_000, 3) if IS_FULL else (250, 2)
-pytestmark = pytest.mark.timeout(0 if IS_FULL else 300)
+COUNT, LENGTH = (200_000, 3) if FULL else (250, 2)
+pytestmark = pytest.mark.timeout(0 if FULL else 300)
 BATCH = 500  # drafts that are verified together
 FILTERS: dict[str, Any] = {"temperature": 0.8, "top_k": 6, "top_p": 0.95, "min_p": 0.02}
 
